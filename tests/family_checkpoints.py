@@ -18,6 +18,7 @@ from engine.models.formats import FLOAT32
 from engine.models.weights import Shard, weights_of
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
 from tests.checkpoints import write_tensors
+from tests.mixture_checkpoints import MIXTURES, as_released
 
 WINDOW = 128
 COMMON = {
@@ -216,8 +217,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
     },
 }
+ALL = FAMILIES | MIXTURES
 CPU_ONLY = {each.model_type for each in support.FAMILIES if not each.runs_on_gpus}
-ON_GPUS = [name for name, keys in FAMILIES.items() if keys.get("model_type", name) not in CPU_ONLY]
+ON_GPUS = [name for name, keys in ALL.items() if keys.get("model_type", name) not in CPU_ONLY]
 # Of five, those with varied greedy output and no close call between the two likeliest tokens (tests/golden).
 SEEDS: dict[str, int] = {
     "gemma2": 4,
@@ -244,6 +246,16 @@ SEEDS: dict[str, int] = {
     "kimi_k2": 1,
     "glm4_moe_lite": 0,
     "mistral4": 2,
+    "mixtral": 3,
+    "qwen3_moe": 3,
+    "qwen2_moe": 2,
+    "olmoe": 1,
+    "ernie4_5_moe": 2,
+    "gpt_oss": 0,
+    "glm4_moe": 1,
+    "minimax_m2": 4,
+    "granitemoe": 4,
+    "dots1": 4,
 }
 
 
@@ -256,9 +268,7 @@ def prompt_lens(family: str) -> tuple[int, ...]:
 
 
 def config_of(family: str, **overrides: Any) -> dict[str, Any]:
-    return (
-        {"model_type": family, **COMMON, "bos_token_id": EOS_ID, "eos_token_id": EOS_ID} | FAMILIES[family] | overrides
-    )
+    return {"model_type": family, **COMMON, "bos_token_id": EOS_ID, "eos_token_id": EOS_ID} | ALL[family] | overrides
 
 
 def make_checkpoint(directory: Path, family: str, seed: int | None = None, **overrides: Any) -> Path:
@@ -267,7 +277,8 @@ def make_checkpoint(directory: Path, family: str, seed: int | None = None, **ove
     config = config_of(family, **overrides)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     seed = SEEDS.get(family, 0) if seed is None else seed
-    write_tensors(directory / "model.safetensors", dict(random_tensors(config, seed)))
+    tensors = as_released(config["model_type"], dict(random_tensors(config, seed)))
+    write_tensors(directory / "model.safetensors", tensors)
     write_tokenizer(directory)
     return directory
 
@@ -292,6 +303,10 @@ def _distribution(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> 
     """Return the standard deviation and the mean of a tensor."""
     if name.endswith(".bias"):
         return 0.3, 0.0
+    if name.endswith("correction_bias"):
+        return 0.1, -0.3
+    if name.endswith("sinks"):
+        return 1.0, 0.0
     is_gemma = "gemma" in config["model_type"]  # which multiplies embeddings
     if "norm" in name:
         return 0.1, 6.0 if is_gemma and name == "model.norm.weight" else 1.0
@@ -301,4 +316,5 @@ def _distribution(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> 
         return 0.5, 0.0
     if "lm_head" in name:
         return 0.5, 0.0
-    return (2.0 if "o_proj" in name or "down_proj" in name or "c_proj" in name else 1.6) / shape[1] ** 0.5, 0.0
+    is_output = any(part in name for part in ("o_proj", "down_proj", "c_proj", ".w2."))
+    return (2.0 if is_output else 1.6) / shape[1] ** 0.5, 0.0

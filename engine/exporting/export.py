@@ -32,6 +32,7 @@ from engine.models.layers import step_inputs
 from engine.models.paddle_checkpoint import as_in_transformers
 from engine.models.paddlenlp import rank_files, read_export
 from engine.models.quantization import read_quantization, unused_settings
+from engine.models.stacked_experts import with_single_experts
 from engine.models.weights import Shard, Weight, weights_of
 from engine.settings.setting import json_object
 from engine.text.sentencepiece import model_file
@@ -140,7 +141,7 @@ def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint
     keys = read_json(directory / CONFIG)
     quantizations = read_quantization(keys)
     keys, tensors = as_in_transformers(*text_part(keys, open_tensors(directory)))
-    return keys, Checkpoint(tensors, quantizations)
+    return keys, Checkpoint(with_single_experts(keys, tensors), quantizations)
 
 
 def _model_of(keys: Mapping[str, Any], checkpoint: Checkpoint | None, progress: OnProgress) -> DecoderConfig:

@@ -10,7 +10,7 @@ from engine.models.config import DecoderConfig
 from engine.models.kv_cache import LayerCache
 from engine.models.layers import ROWS, Linear, Norm, Place, Rotary, Run, Tensor
 from engine.models.rope import Rope, no_rotation
-from engine.models.weights import Share
+from engine.models.weights import Share, Weight
 
 HEADS = "heads"  # each head is normalized, before the rotation
 ROTATED_HEADS = "rotated heads"  # each head is normalized, after the rotation
@@ -29,6 +29,7 @@ class AttentionOptions:
     rope: Rope | None = None  # None: the rope of the config
     scale: float = 0.0  # attention scores are multiplied by it; 0: by 1 / sqrt(head_dim)
     window: int = 0  # number of positions that a query attends to, including its own; 0: all
+    has_sinks: bool = False  # a learned logit per head takes part in the softmax without a value
     softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: no cap
     has_gate: bool = False  # the output is multiplied by the sigmoid of a gate, behind the query of each head in q_proj
 
@@ -48,6 +49,7 @@ class Attention:
     num_ranks: int
     head_dim: int
     options: AttentionOptions
+    sinks: Weight | None = None  # one per query head
 
     @classmethod
     def of(cls, config: DecoderConfig, place: Place, options: AttentionOptions | None = None) -> Attention:
@@ -77,6 +79,7 @@ class Attention:
             num_ranks=shard.num_ranks,
             head_dim=head_dim,
             options=options,
+            sinks=place.weight("sinks", [("self_attn.sinks", (heads,))]) if options.has_sinks else None,
         )
 
     def __call__(self, run: Run, x: Tensor) -> Tensor:
@@ -95,7 +98,8 @@ class Attention:
         rows = [run.inputs[name] for name in ROWS]
         scale = options.scale or self.head_dim**-0.5
         limits = {"window": options.window, "softcap": options.softcap}
-        out, _ = run.ops.paged_attention(qkv, angles, cache, *rows, table, None, **heads, scale=scale, **limits)
+        sinks = run.stored(self.sinks)[0] if self.sinks else None
+        out, _ = run.ops.paged_attention(qkv, angles, cache, *rows, table, sinks, **heads, scale=scale, **limits)
         return run.ops.sigmoid_gate(out, self.gate_proj(run, x)) if self.gate_proj else out
 
     def _wide_norm(self, run: Run, qkv: Tensor, heads: dict[str, int]) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.models.keys import ModelError, an_object, number, whole_number
+from engine.models.mixture_config import MixtureConfig
 from engine.models.quantization import read_quantization
 from engine.models.rope import Rope, read_rope
 from engine.models.weights import Shard
@@ -48,6 +49,7 @@ class DecoderConfig(ABC):
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0  # logits become cap * tanh(logit / cap); 0: no cap
     takes_spans: bool = False  # embeddings of prompt spans replace token embeddings; positions may be 3-D
+    mixture: MixtureConfig | None = None  # the mixtures of experts of its layers
     has_rotary_pairs: bool = False  # the checkpoint stores the two elements of a pair adjacently, not half a head apart
 
     @classmethod
@@ -98,7 +100,7 @@ def read_decoder(
     `head_dim` is the default where config.json has no such key. `activations` are the names in config.json of the
     activation that the family computes. Raises ModelError for values that a decoder does not implement.
     """
-    _refuse_what_is_not_built(keys, activations)
+    _refuse_what_is_not_built(keys, activations, has_experts=own.get("mixture") is not None)
     hidden_size = whole_number(keys, "hidden_size")
     num_heads = whole_number(keys, "num_attention_heads")
     head_dim = whole_number(keys, "head_dim", head_dim or hidden_size // num_heads)
@@ -149,7 +151,7 @@ def layer_kinds(keys: Mapping[str, Any], kinds: tuple[str, str], is_second: Call
     return layer_types
 
 
-def _refuse_what_is_not_built(keys: Mapping[str, Any], activations: Collection[str]) -> None:
+def _refuse_what_is_not_built(keys: Mapping[str, Any], activations: Collection[str], has_experts: bool) -> None:
     read_quantization(keys)
     for name in ("hidden_act", "hidden_activation"):
         activation = keys.get(name)
@@ -159,8 +161,8 @@ def _refuse_what_is_not_built(keys: Mapping[str, Any], activations: Collection[s
     if keys.get("is_causal", True) is not True:
         raise ModelError(f"config.json: is_causal is {keys['is_causal']!r}, supported is True: models that write text")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if keys.get(name):
-            raise ModelError(f"config.json: {name} is {keys[name]!r}, mixtures of experts are not supported yet")
+        if keys.get(name) and not has_experts:
+            raise ModelError(f"config.json: {name} is {keys[name]!r}, this model type has no mixtures of experts")
 
 
 def _check_heads(config: DecoderConfig) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.models.attention import Attention
 from engine.models.config import DecoderConfig
+from engine.models.experts import Mixture
 from engine.models.formats import head_format
 from engine.models.gated_delta_net import GatedDeltaNet
 from engine.models.keys import ModelError
@@ -44,7 +45,7 @@ class DecoderLayer:
     mixer: Mixer
     mixer_post_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: GatedMlp | Mlp
+    mlp: GatedMlp | Mlp | Mixture
     mlp_post_norm: Norm | None
     multiplier: float  # applied to the outputs of mixer and MLP
 
@@ -53,7 +54,7 @@ class DecoderLayer:
         cls,
         config: DecoderConfig,
         place: Place,
-        parts: tuple[Mixer, GatedMlp | Mlp],
+        parts: tuple[Mixer, GatedMlp | Mlp | Mixture],
         norms: tuple[str, str, str, str] = PRE_NORM,
         kind: type[Norm] = Norm,
     ) -> DecoderLayer:

@@ -9,8 +9,8 @@ from typing import Any
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.experts import mlp_of
 from engine.models.layers import Place
-from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
 # The defaults of transformers for keys that config.json does not have
@@ -33,4 +33,4 @@ class Ernie45(DecoderConfig):
 
     def _layer(self, place: Place) -> DecoderLayer:
         attention = Attention.of(self, place, AttentionOptions(self.use_bias, self.use_bias))
-        return DecoderLayer.of(self, place, (attention, GatedMlp.of(self, place, self.use_bias)))
+        return DecoderLayer.of(self, place, (attention, mlp_of(self, place, self.use_bias)))

@@ -7,21 +7,31 @@ from typing import Any
 
 from engine.models.config import DecoderConfig
 from engine.models.deepseek import DeepseekV2, DeepseekV3
+from engine.models.dots1 import Dots1
 from engine.models.ernie4_5 import Ernie45
+from engine.models.ernie4_5_moe import Ernie45Moe
 from engine.models.exaone4 import Exaone4
 from engine.models.gemma2 import Gemma2
 from engine.models.gemma3 import Gemma3
 from engine.models.glm4 import Glm4
+from engine.models.glm4_moe import Glm4Moe
+from engine.models.gpt_oss import GptOss
 from engine.models.granite import Granite
+from engine.models.granitemoe import GraniteMoe
 from engine.models.hunyuan import HunYuan
 from engine.models.keys import ModelError
 from engine.models.llama import InternLm3, Llama, SeedOss
+from engine.models.minimax_m2 import MiniMaxM2
 from engine.models.mistral import Mistral
+from engine.models.mixtral import Mixtral
 from engine.models.olmo2 import Olmo2, Olmo3
+from engine.models.olmoe import Olmoe
 from engine.models.phi3 import Phi3
 from engine.models.qwen2 import Qwen2
+from engine.models.qwen2_moe import Qwen2Moe
 from engine.models.qwen3 import Qwen3
 from engine.models.qwen3_5 import Qwen35
+from engine.models.qwen3_moe import Qwen3Moe
 from engine.models.smollm3 import SmolLm3
 from engine.models.starcoder2 import Starcoder2
 
@@ -52,6 +62,16 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
     "seed_oss": SeedOss,
     "smollm3": SmolLm3,
     "starcoder2": Starcoder2,
+    "mixtral": Mixtral,
+    "qwen2_moe": Qwen2Moe,
+    "qwen3_moe": Qwen3Moe,
+    "olmoe": Olmoe,
+    "ernie4_5_moe": Ernie45Moe,
+    "gpt_oss": GptOss,
+    "glm4_moe": Glm4Moe,
+    "dots1": Dots1,
+    "minimax_m2": MiniMaxM2,
+    "granitemoe": GraniteMoe,
 }
 
 

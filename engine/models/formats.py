@@ -44,6 +44,13 @@ class Format(Protocol):
         """Return the product [T, N] of `x` [T, K] and the matrix, plus the bias [N] if there is one."""
         ...
 
+    def experts(self, ops: Any, op: str, inputs: Sequence[Any], stored: Sequence[Any], **attributes: float) -> Any:
+        """Return what `expert_gate_up` or `expert_down` computes from `inputs` with the stacked matrices of experts.
+
+        `stored` ends with their biases, or None.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -67,13 +74,17 @@ class Dense:
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
         return ops.linear(x, *stored, bias)
 
+    def experts(self, ops: Any, op: str, inputs: Sequence[Any], stored: Sequence[Any], **attributes: float) -> Any:
+        return getattr(ops, op)(*inputs, *stored, **attributes)
+
 
 @dataclass(frozen=True)
 class Int8:
-    """One byte per element and one scale per row. Activations are rounded to bf16, or to 8 bits by `linear_a8w8`."""
+    """One byte per element and one scale per row. Activations are rounded to 8 bits, in groups or, by the ops with the
+    suffix _a8w8, a row at a time."""
 
     name: str
-    op: str
+    suffix: str  # of the ops that multiply with it
     read_as = "float32"
 
     def parameters(self, name: str) -> tuple[str, ...]:
@@ -89,7 +100,10 @@ class Int8:
         return to_int8(codes.values())
 
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
-        return getattr(ops, self.op)(x, *stored, bias)
+        return getattr(ops, f"linear{self.suffix}")(x, *stored, bias)
+
+    def experts(self, ops: Any, op: str, inputs: Sequence[Any], stored: Sequence[Any], **attributes: float) -> Any:
+        return getattr(ops, f"{op}{self.suffix}")(*inputs, *stored, **attributes)
 
 
 @dataclass(frozen=True)
@@ -114,8 +128,16 @@ class Int4:
         return self.store(codes.values())
 
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
-        weight, scale, *zero = stored
-        return ops.linear_int4(x, weight, scale, zero[0] if zero else None, bias)
+        return ops.linear_int4(x, *self._inputs(stored), bias)
+
+    def experts(self, ops: Any, op: str, inputs: Sequence[Any], stored: Sequence[Any], **attributes: float) -> Any:
+        *matrices, bias = stored
+        return getattr(ops, f"{op}_int4")(*inputs, *self._inputs(matrices), bias, **attributes)
+
+    def _inputs(self, stored: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Return the codes, the scales, and the zero points or None."""
+        codes, scale, *zero = stored
+        return codes, scale, zero[0] if zero else None
 
 
 @dataclass(frozen=True)
@@ -137,14 +159,17 @@ class Fp8:
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
         return ops.linear_fp8(x, *stored, bias)
 
+    def experts(self, ops: Any, op: str, inputs: Sequence[Any], stored: Sequence[Any], **attributes: float) -> Any:
+        return getattr(ops, f"{op}_fp8")(*inputs, *stored, **attributes)
+
 
 FLOAT32: Format = Dense("float32")
-WEIGHT_ONLY_INT8: Format = Int8("weight_only_int8", "linear_int8")
+WEIGHT_ONLY_INT8: Format = Int8("weight_only_int8", "_int8")
 QUANTIZED: dict[str, Format] = {
     "weight_only_int8": WEIGHT_ONLY_INT8,
     "weight_only_int4": Int4("weight_only_int4"),
     "weight_only_int4_g32": Int4("weight_only_int4_g32", SMALL_GROUP),
-    "a8w8": Int8("a8w8", "linear_a8w8"),
+    "a8w8": Int8("a8w8", "_a8w8"),
     "weight_only_fp8": Fp8("weight_only_fp8"),
 }
 FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES} | QUANTIZED

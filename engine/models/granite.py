@@ -9,9 +9,10 @@ from typing import Any
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.experts import mlp_of
 from engine.models.keys import number
 from engine.models.layers import Place
-from engine.models.mlp import GatedMlp
+from engine.models.mixture_config import MixtureConfig
 from engine.models.weights import Shard
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
@@ -27,6 +28,10 @@ class Granite(DecoderConfig):
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Granite:
+        return cls.with_mixture(keys, None)
+
+    @classmethod
+    def with_mixture(cls, keys: Mapping[str, Any], mixture: MixtureConfig | None) -> Granite:
         given = {name: number(keys, name, 1.0) for name in MULTIPLIERS}
         own = {
             "embedding_multiplier": given["embedding_multiplier"],
@@ -35,7 +40,7 @@ class Granite(DecoderConfig):
             "attention_multiplier": given["attention_multiplier"],
         }
         biases = {name: bool(keys.get(name)) for name in ("attention_bias", "mlp_bias")}
-        return read_decoder(cls, keys, {**own, **biases})
+        return read_decoder(cls, keys, {**own, **biases, "mixture": mixture})
 
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
@@ -43,4 +48,4 @@ class Granite(DecoderConfig):
     def _layer(self, place: Place) -> DecoderLayer:
         bias = self.attention_bias
         attention = Attention.of(self, place, AttentionOptions(bias, bias, scale=self.attention_multiplier))
-        return DecoderLayer.of(self, place, (attention, GatedMlp.of(self, place, self.mlp_bias)))
+        return DecoderLayer.of(self, place, (attention, mlp_of(self, place, self.mlp_bias)))

@@ -9,8 +9,8 @@ from typing import Any
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, layer_windows, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.experts import mlp_of
 from engine.models.layers import Place
-from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
 
@@ -28,4 +28,4 @@ class Mistral(DecoderConfig):
 
     def _layer(self, place: Place) -> DecoderLayer:
         attention = Attention.of(self, place, AttentionOptions(window=self.window(place.layer)))
-        return DecoderLayer.of(self, place, (attention, GatedMlp.of(self, place)))
+        return DecoderLayer.of(self, place, (attention, mlp_of(self, place)))

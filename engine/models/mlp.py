@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.models.attention import side_by_side
 from engine.models.config import DecoderConfig
@@ -30,6 +30,16 @@ class GatedMlp:
             Linear.rows(place, "mlp.down_proj", config.hidden_size, inner, bias),
             activation,
         )
+
+    @classmethod
+    def shared(cls, config: DecoderConfig, place: Place, module: str, size: int) -> GatedMlp:
+        """Build the MLP of intermediate size `size` that all tokens of a mixture of experts share. On several ranks its
+        output is a part of the sum, which the mixture completes."""
+        inner = place.shard.share(size)
+        parts = [(f"{module}.gate_proj", inner), (f"{module}.up_proj", inner)]
+        down = Linear.rows(place, f"{module}.down_proj", config.hidden_size, inner, bias=False)
+        gate_up = Linear.columns(place, "shared_gate_up_proj", parts, config.hidden_size, bias=False)
+        return cls(gate_up, replace(down, is_partial=False), "swiglu")
 
     def __call__(self, run: Run, x: Tensor) -> Tensor:
         return self.down_proj(run, getattr(run.ops, self.activation)(self.gate_up_proj(run, x)))

@@ -9,15 +9,17 @@ from typing import Any
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, layer_windows, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.experts import mlp_of
 from engine.models.keys import whole_number
 from engine.models.layers import Place
-from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2(DecoderConfig):
     """Configuration of a Qwen2 or Qwen2.5 model."""
+
+    qkv_bias: bool = True
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Qwen2:
@@ -27,8 +29,8 @@ class Qwen2(DecoderConfig):
         return Decoder.of(self, shard, self._layer)
 
     def _layer(self, place: Place) -> DecoderLayer:
-        attention = Attention.of(self, place, AttentionOptions(qkv_bias=True, window=self.window(place.layer)))
-        return DecoderLayer.of(self, place, (attention, GatedMlp.of(self, place)))
+        attention = Attention.of(self, place, AttentionOptions(qkv_bias=self.qkv_bias, window=self.window(place.layer)))
+        return DecoderLayer.of(self, place, (attention, mlp_of(self, place)))
 
 
 def upper_windows(keys: Mapping[str, Any]) -> tuple[int, ...]:

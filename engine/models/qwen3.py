@@ -9,8 +9,8 @@ from typing import Any
 from engine.models.attention import HEADS, Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.experts import mlp_of
 from engine.models.layers import Place
-from engine.models.mlp import GatedMlp
 from engine.models.qwen2 import upper_windows
 from engine.models.weights import Shard
 
@@ -33,4 +33,4 @@ class Qwen3(DecoderConfig):
         bias = self.attention_bias
         options = AttentionOptions(bias, bias, norms=HEADS, window=self.window(place.layer))
         attention = Attention.of(self, place, options)
-        return DecoderLayer.of(self, place, (attention, GatedMlp.of(self, place)))
+        return DecoderLayer.of(self, place, (attention, mlp_of(self, place)))

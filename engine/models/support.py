@@ -73,6 +73,16 @@ FAMILIES = (
     FamilySupport(
         "mistral4", "Mistral Small 4, text-only checkpoints; so far without experts", ONLY_CPUS, has_int8_cache=False
     ),
+    FamilySupport("mixtral", "Mixtral 8x7B, 8x22B", ONLY_CPUS),
+    FamilySupport("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", ONLY_CPUS),
+    FamilySupport("qwen3_moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", ONLY_CPUS),
+    FamilySupport("olmoe", "OLMoE", ONLY_CPUS),
+    FamilySupport("ernie4_5_moe", "ERNIE 4.5 with experts (21B-A3B, 300B-A47B), PyTorch checkpoints", ONLY_CPUS),
+    FamilySupport("gpt_oss", "gpt-oss; MXFP4 is converted to another format", ONLY_CPUS),
+    FamilySupport("glm4_moe", "GLM-4.5, GLM-4.6", ONLY_CPUS),
+    FamilySupport("dots1", "dots.llm1", ONLY_CPUS),
+    FamilySupport("minimax_m2", "MiniMax-M2", ONLY_CPUS),
+    FamilySupport("granitemoe", "Granite 3 with experts", ONLY_CPUS),
 )
 PRECISIONS = (
     PrecisionSupport("32-bit float", "DTYPE=float32", ("dtype", "float32"), EVERYWHERE),

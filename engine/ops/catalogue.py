@@ -25,7 +25,7 @@ def op(name: str, inputs: str, outputs: str, given: str = "", *, formula: str, *
     return Op(name, arrays(inputs), arrays(outputs), attributes(given), formula, **{"header": f"{name}.h", **more})
 
 
-EXPORTED = (
+PLAIN = (  # of models without mixtures of experts
     op(
         "embedding",
         "token_ids i32 [T], table! f32|bf16|f16 [V, H]",
@@ -275,12 +275,8 @@ EXPORTED = (
     *LATENT_OPS,
     *STATE_OPS,  # GPUs have no kernels for them yet
 )
+EXPORTED: tuple[Op, ...] = (*PLAIN, *mixture_ops([each for each in PLAIN if each.weights]))
 OPS: dict[str, Op] = {each.name: each for each in EXPORTED}
-
-
-# Not exported yet: graphs have them once CPUs have their kernels.
-MIXTURES = mixture_ops([each for each in EXPORTED if each.weights])
-OPS |= {each.name: each for each in MIXTURES}
 
 
 def _gated(linear: Op) -> Op:

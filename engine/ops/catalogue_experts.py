@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from engine.ops.declaration import Op, arrays, attributes
 
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 0, 1, 2  # scorings of `moe_route`
+SILU_GATE, GELU_GATE = 0, 1  # activations of `expert_gate_up`
+
 ROUTE = Op(
     "moe_route",
     arrays("x [T, H], weight [E, H], bias? [E], choice_bias? [E]"),
@@ -29,14 +32,16 @@ ROUTE = Op(
         "0 < group_best and group_best <= E // num_groups",
         "0 < top_k and top_k <= top_groups * (E // num_groups)",
     ),
+    header="moe_route.h",
 )
 ADD_GATED = Op(
     "add_gated",
-    arrays("x [T, N], y [T, N], hidden [T, K], weight [K]"),
+    arrays("x [T, N], y [T, N], hidden [T, K], weight [1, K]"),
     arrays("z [T, N]"),
     (),
     """`z = x + y / (1 + exp(−hidden · weight))`: the output of a token's experts plus that of the gated expert that
     all tokens share (Qwen2-MoE).""",
+    header="add_gated.h",
 )
 
 
@@ -74,7 +79,7 @@ def _down(linear: Op) -> Op:
 
 def _of_experts(linear: Op) -> Op:
     """Return the linear op with what all ops of experts share. They are no linear layers that adapters could change."""
-    return replace(linear, ids_below=(("topk_ids", "num_experts"),), header="", cuda="", weights=())
+    return replace(linear, ids_below=(("topk_ids", "num_experts"),), header="experts.h", cuda="", weights=())
 
 
 def _stacked(linear: Op) -> tuple:

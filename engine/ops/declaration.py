@@ -68,6 +68,11 @@ class Op:
         return bool(self.fuses and self.weights and self.fuses[-1] != LOGITS)
 
     @property
+    def is_mixture(self) -> bool:
+        """Return whether the op multiplies by the stacked matrices of experts."""
+        return any(each.name == "num_experts" for each in self.attributes)
+
+    @property
     def updated(self) -> int | None:
         """The input that the op updates in place and returns as its last output."""
         names = [array.name for array in self.inputs]

@@ -37,12 +37,14 @@ def _enumeration() -> str:
     types = ", ".join(f"k{name.capitalize()}" for name in TYPES)
     each = "".join(f" \\\n  X(k{camel(op)}, Llm{camel(op)}, {op.name})" for op in CPU_OPS)
     names = ", ".join(f"k{camel(op)}" for op in CPU_OPS)
+    first_types = ", ".join(f"k{op.outputs[0].types[0].capitalize()}" for op in CPU_OPS)
     made = [(len(op.outputs), len(_arrays(op)) - len(op.inputs), op.updated) for op in CPU_OPS]
     outputs = ", ".join(f"{{{count}, {own}, {-1 if updated is None else updated}}}" for count, own, updated in made)
     return f"""#include <cstdint>
 enum LlmType : int32_t {{ {types} }};
 enum LlmOp : int32_t {{ {names}, kNumOps }};
 #define LLM_EACH_OP(X){each}
+constexpr LlmType kFirstOutput[] = {{{first_types}}};  // type; other outputs are f32, or an input that is updated
 // Of each op: its outputs, those with memory of their own, and the input that it updates, or -1.
 struct LlmOutputs {{ int count, num_made, updated; }};
 constexpr LlmOutputs kOutputs[] = {{{outputs}}};
@@ -140,7 +142,8 @@ def _check(op: Op) -> str:
         )
     for name, end in op.ids_below:
         [array] = [array for array in op.inputs if array.name == name]
-        call = f'outside("{op.name}: {name}", a.{name}, {_of_struct(op, array.shape[0])}, {_of_struct(op, end)})'
+        count = _of_struct(op, " * ".join(f"({axis})" for axis in array.shape))
+        call = f'outside("{op.name}: {name}", a.{name}, {count}, {_of_struct(op, end)})'
         lines.append(f"  if (std::string error = {call}; !error.empty()) return error;\n")
     return f"inline std::string check(const Llm{camel(op)}& a) {{\n{''.join(lines)}  return check_values(a);\n}}\n"
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-SILU, GELU = 0, 1  # activations of `expert_gate_up`
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 0, 1, 2  # scorings of `moe_route`
+from engine.ops.catalogue_experts import GELU_GATE, SIGMOID, SOFTMAX_OF_CHOSEN
+
 Product = Callable[..., np.ndarray]  # a linear op
 
 
@@ -35,7 +35,7 @@ def moe_route(  # noqa: PLR0913 - the inputs of the catalogue, in its order
     choice = scores if choice_bias is None else scores + choice_bias  # in float32: ties are part of the definition
     choice = np.where(np.isnan(choice), np.float32(-np.inf), choice)
     if num_groups > 1:
-        grouped = choice.reshape(len(x), num_groups, -1)
+        grouped = choice.reshape(len(x), num_groups, len(weight) // num_groups)
         best = np.sort(grouped, axis=2)[:, :, ::-1][:, :, :group_best]
         total = best[:, :, 0]
         for rank in range(1, group_best):
@@ -85,11 +85,11 @@ def expert_ops(product: Product) -> tuple[Callable[..., np.ndarray], Callable[..
         gate, up = np.split(_products(product, each, topk_ids, stored, num_experts).astype(np.float64), 2, axis=2)
         if limit > 0:
             gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-        if activation == GELU:
+        if activation == GELU_GATE:
             h = up * gate / (1 + np.exp(-2 * 0.79788456 * (gate + 0.044715 * gate**3)))
         else:
             h = (up + offset) * gate / (1 + np.exp(-alpha * gate))
-        return h.astype(np.float32).reshape(len(x), -1)
+        return h.astype(np.float32).reshape(len(x), h.shape[1] * h.shape[2])
 
     def down(
         h: np.ndarray,
@@ -98,7 +98,7 @@ def expert_ops(product: Product) -> tuple[Callable[..., np.ndarray], Callable[..
         *stored: np.ndarray | None,
         num_experts: int,
     ) -> np.ndarray:
-        each = h.reshape(*topk_ids.shape, -1)
+        each = h.reshape(*topk_ids.shape, h.shape[1] // topk_ids.shape[1])
         products = _products(product, each, topk_ids, stored, num_experts).astype(np.float64)
         return (products * topk_weights[:, :, None]).sum(axis=1).astype(np.float32)
 
@@ -120,5 +120,5 @@ def _products(
 
 
 def add_gated(x: np.ndarray, y: np.ndarray, hidden: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    gate = hidden.astype(np.float64) @ weight.astype(np.float64)
+    gate = hidden.astype(np.float64) @ weight[0]
     return (x + y / (1 + np.exp(-gate[:, None]))).astype(np.float32)

@@ -17,6 +17,6 @@ def test_every_family_computes_with_every_precision_on_a_cpu(model_type, precisi
     assert_computes(model_type, precision, exported)
 
 
-@pytest.mark.parametrize("family", [name for name in family_checkpoints.FAMILIES if name not in RANKS_DIFFER])
+@pytest.mark.parametrize("family", [name for name in family_checkpoints.ALL if name not in RANKS_DIFFER])
 def test_two_ranks_compute_what_one_does(family, exported):
     assert_two_ranks_agree(family, exported)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from tests.family_checkpoints import FAMILIES, SEEDS, config_of, make_checkpoint, prompt_lens
+from tests.family_checkpoints import ALL, SEEDS, config_of, make_checkpoint, prompt_lens
 
 FOLDER = Path(__file__).parent / "families"
 NUM_TOKENS = 64
@@ -66,7 +66,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     FOLDER.mkdir(exist_ok=True)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        for family in sys.argv[1:] or FAMILIES:
+        for family in sys.argv[1:] or ALL:
             seeds = [SEEDS[family]] if family in SEEDS else range(5)
             made = [(seed, *make_family(family, Path(folder) / f"{family}-{seed}", seed)) for seed in seeds]
             varied = [each for each in made if each[3] > 10] or made

@@ -20,7 +20,7 @@ from engine.graph.fusion import fuse
 from engine.ops import cpu
 from engine.ops.catalogue import OPS
 from engine.ops.cpu.calls import NUMBER, ArgumentError, Call, Operand, Packed
-from engine.ops.cpu.kernels import CpuOps
+from engine.ops.cpu.kernels import BF16_OPS, CpuOps
 from engine.ops.cpu.library import Counts, Group
 
 OF_LOGITS = "logit_rows"
@@ -103,25 +103,26 @@ class CallList:
         graph, arrays = self._graph, dict(given)
         last_use = {self._root[v.id]: node for node in graph.nodes for v in (*node.inputs, *node.outputs) if v}
         kept = arrays.keys() | {self._root[value.id] for value in graph.outputs.values()}
-        free: defaultdict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
+        free: defaultdict[tuple[tuple[int, ...], np.dtype], list[np.ndarray]] = defaultdict(list)
         records = []
         for node in graph.nodes:
             for value in node.outputs:
                 if (root := self._root[value.id]) not in arrays:
                     shape = (rooms[value.id in self._of_logits], _width(value))
-                    arrays[root] = free[shape].pop() if free[shape] else _aligned(shape)
+                    kind = (shape, np.dtype(value.dtype))
+                    arrays[root] = free[kind].pop() if free[kind] else _aligned(*kind)
                 arrays[value.id] = arrays[root]
             records.append(_record(node, arrays, node.outputs[0].id in self._of_logits))
             for root in {self._root[value.id] for value in (*node.inputs, *node.outputs) if value}:
                 if last_use[root] is node and root not in kept:
-                    free[arrays[root].shape].append(arrays[root])
+                    free[arrays[root].shape, arrays[root].dtype].append(arrays[root])
         self.arrays, self.records, self.is_bound = arrays, bytearray(b"".join(records)), True
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.records))
 
 
 def _width(value: Value) -> int:
-    """Return the width of an output, which must be f32 [rows, width]. Raises GraphError."""
-    if value.dtype != "float32" or len(value.shape) != 2 or value.shape[1] < 0:
+    """Return the width of an output, which must be f32 or i32 [rows, width]. Raises GraphError."""
+    if value.dtype not in ("float32", "int32") or len(value.shape) != 2 or value.shape[1] < 0:
         raise GraphError(f"unsupported graph output {value}: the CPU executor needs 2-D float32 of known width")
     return value.shape[1]
 
@@ -164,31 +165,41 @@ def _copied(
     graph: Graph, params: Mapping[str, np.ndarray | Widened], kernels: CpuOps
 ) -> list[tuple[Value, np.ndarray]]:
     """Copy the parameters into aligned memory in large pages, in the packed layout where the op has one."""
-    ops = {
-        value.id: node.op
+    packings = {
+        value.id: (node.op, _num_matrices(node))
         for node in graph.nodes
-        if node.op in OPS and OPS[node.op].weights
+        if node.op in OPS and (OPS[node.op].weights or OPS[node.op].is_mixture)
         for value, declared in zip(node.inputs, OPS[node.op].inputs, strict=False)
         if value and declared.is_packable
     }
-    op_of = {name: ops.get(graph.parameters[name].id) for name in params}
+    packing_of = {name: packings.get(graph.parameters[name].id) for name in params}
     packed = {
-        name: kernels.packed_bytes(op, array.shape, array.dtype.itemsize)
+        name: kernels.packed_bytes(op, array.shape, array.dtype.itemsize, num_matrices)
         for name, array in params.items()
-        if (op := op_of[name]) and (op != "linear" or array.dtype == np.uint16)
+        if (packing := packing_of[name])
+        for op, num_matrices in [packing]
+        if op not in BF16_OPS or array.dtype == np.uint16
     }
     sizes = [packed.get(name) or array.nbytes for name, array in params.items()]
     starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
     memory, copies = large_pages(starts[-1]), []
     for (name, array), start in zip(params.items(), starts, strict=False):
         copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        if (op := op_of[name]) and packed.get(name):
-            kernels.pack(op, np.ascontiguousarray(array), copy)
+        if (packing := packing_of[name]) and packed.get(name):
+            op, num_matrices = packing
+            kernels.pack(op, np.ascontiguousarray(array), copy, num_matrices)
             copy = copy.view(Packed)
         else:
             np.copyto(copy, array)
         copies.append((graph.parameters[name], copy))
     return copies
+
+
+def _num_matrices(node: Node) -> int:
+    """Return how many matrices, each packed by itself, the weight of an op consists of: of an expert the one that
+    makes gates, the one that these are multiplied with, and `down`."""
+    num_experts = int(node.attributes.get("num_experts", 1))
+    return 2 * num_experts if node.op.startswith("expert_gate_up") else num_experts
 
 
 def large_pages(num_bytes: int) -> np.ndarray:
@@ -201,10 +212,10 @@ def large_pages(num_bytes: int) -> np.ndarray:
     return np.frombuffer(memory, np.uint8)
 
 
-def _aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """Allocate an f32 array of this shape that begins at a page boundary."""
-    num_bytes = math.prod(shape) * ctypes.sizeof(ctypes.c_float)
-    return large_pages(num_bytes)[:num_bytes].view(np.float32).reshape(shape)
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Allocate an array of this shape that begins at a page boundary."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return large_pages(num_bytes)[:num_bytes].view(dtype).reshape(shape)
 
 
 def allocated(shape: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.dtypes import from_fp8, held_as, to_bf16
 from engine.graph import Graph
+from engine.ops.catalogue import OPS
 
 AT_ONCE = 1 << 22  # elements
 
@@ -40,19 +41,22 @@ class Widened:
 
 
 def widened(graph: Graph, params: Mapping[str, np.ndarray]) -> tuple[Graph, dict[str, np.ndarray | Widened]]:
-    """Replace each `linear_fp8` of the graph by `linear`. Return the new graph and its parameters, some of them
-    `Widened`."""
+    """Replace each op with a weight of 8-bit floats by the one with bfloat16.
+
+    Return the new graph and its parameters, some of them `Widened`."""
     names = {value.id: name for name, value in graph.parameters.items()}
     kept: dict[str, np.ndarray | Widened] = dict(params)
     nodes = []
     for node in graph.nodes:
-        if node.op == "linear_fp8":
-            x, weight, scale, bias = node.inputs
+        if node.op.endswith("_fp8"):
+            [at] = [index for index, each in enumerate(OPS[node.op].inputs) if each.name == "weight"]
+            weight, scale = node.inputs[at : at + 2]
             assert weight and scale
             numbers, scales = names[weight.id], names[scale.id]
             kept[numbers] = Widened(params[numbers], params[scales])
             del kept[scales]
-            node = replace(node, op="linear", inputs=(x, weight, bias))
+            inputs = (*node.inputs[: at + 1], *node.inputs[at + 2 :])
+            node = replace(node, op=node.op.removesuffix("_fp8"), inputs=inputs)
         nodes.append(node)
     parameters = {name: value for name, value in graph.parameters.items() if name in kept}
     return replace(graph, nodes=tuple(nodes), parameters=parameters), kept

@@ -115,7 +115,8 @@ def call_of(
     shapes, outputs = call.shapes(), []
     for index, shape in enumerate(shapes):
         is_updated = declared.updated is not None and index == len(shapes) - 1
-        array = inputs[declared.updated or 0] if is_updated else np.empty(shape, np.float32)
+        dtype = DTYPES[TYPES.index(declared.outputs[index].types[0])]
+        array = inputs[declared.updated or 0] if is_updated else np.empty(shape, dtype)
         assert array is not None
         outputs.append(array)
         call.set_output(index, array.ctypes.data)

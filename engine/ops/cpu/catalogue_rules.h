@@ -56,7 +56,7 @@ inline std::string fit(const char* name, const LlmArray& array, std::initializer
   bool fits = array.rank == rank;
   for (int i = 0; fits && i < rank; i++) {
     const int64_t found = array.shape[i];
-    fits = found < 0 || (axis[i].needed < 0 ? found % axis[i].factor == 0 : found == axis[i].needed);
+    fits = axis[i].factor > 0 && (found < 0 || (axis[i].needed < 0 ? found % axis[i].factor == 0 : found == axis[i].needed));
     if (fits && axis[i].symbol && *axis[i].symbol < 0 && found >= 0) *axis[i].symbol = found / axis[i].factor;
   }
   if (!fits) {

@@ -15,6 +15,7 @@ from engine.ops.cpu.library import Counts, Sampling
 from engine.ops.sampling_rows import ROW, SampledRows, SamplingRows
 
 F32, BF16, I32, U32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.uint32)
+BF16_OPS = ("linear", "expert_gate_up", "expert_down")  # which have a weight of floats
 PANEL = 32  # rows of a weight that are packed side by side
 
 
@@ -59,21 +60,26 @@ class CpuOps:
         if trouble := self._lib.llm_run(self._table, records, num_bytes, counts):
             raise GroupError(trouble.decode())
 
-    def packed_bytes(self, op: str, shape: tuple[int, ...], itemsize: int) -> int:
-        """Of what `op` multiplies with, in the order in which that is read fastest; 0 where it is read as it is."""
-        if op == "linear":  # bf16
-            return itemsize * self.kernels.pack_weight(None, None, *shape)
-        return -(-shape[0] // PANEL) * PANEL * -(-shape[1] * itemsize // 4) * 4
+    def packed_bytes(self, op: str, shape: tuple[int, ...], itemsize: int, num_matrices: int = 1) -> int:
+        """Of what `op` multiplies with, in the order in which that is read fastest; 0 where it is read as it is.
 
-    def pack(self, op: str, rows: np.ndarray, packed: np.ndarray) -> None:
-        """Puts it into that order, where `packed` begins."""
-        if op == "linear":
-            self.kernels.pack_weight(rows.ctypes.data, packed.ctypes.data, *rows.shape)
-        else:
-            unit = 2 if rows.dtype == BF16 else 4
-            self.kernels.pack_rows(
-                rows.ctypes.data, len(rows), rows.nbytes // max(1, len(rows)), unit, packed.ctypes.data
-            )
+        The rows are those of `num_matrices` matrices, each of which is packed by itself."""
+        rows, width = shape[0] // num_matrices, shape[1]
+        if op in BF16_OPS:
+            return num_matrices * itemsize * self.kernels.pack_weight(None, None, rows, width)
+        return num_matrices * -(-rows // PANEL) * PANEL * -(-width * itemsize // 4) * 4
+
+    def pack(self, op: str, rows: np.ndarray, packed: np.ndarray, num_matrices: int = 1) -> None:
+        """Put it into that order, where `packed` begins."""
+        of_each = self.packed_bytes(op, rows.shape, rows.itemsize, num_matrices) // num_matrices
+        address, unit = packed.ctypes.data, 2 if rows.dtype == BF16 else 4
+        for matrix in np.split(rows, num_matrices):
+            if op in BF16_OPS:
+                self.kernels.pack_weight(matrix.ctypes.data, address, *matrix.shape)
+            else:
+                row_bytes = matrix.nbytes // max(1, len(matrix))
+                self.kernels.pack_rows(matrix.ctypes.data, len(matrix), row_bytes, unit, address)
+            address += of_each
 
     def __getattr__(self, name: str) -> Callable:
         """Return an op of the catalogue as a function with the signature of `engine.ops.reference`."""

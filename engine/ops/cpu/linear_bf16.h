@@ -99,32 +99,44 @@ inline const uint16_t* panel_of(const PackedArgs& a, int64_t pair, int v) {
   return panels + v * a.panel_size();
 }
 
-// Tiles first .. end of the rows times a pair of panels. What comes next is fetched as it is needed: by the first tiles,
-// a chunk ahead and at last what `next` begins with, or where there is but one tile a little ahead of the reading.
-inline void multiply_pair(const PackedArgs& a, int64_t pair, int64_t next, int64_t first, int64_t end, TileRegisters& registers) {
+// Two panels, and those that are wanted next.
+struct PanelPair {
+  const uint16_t *panels[2], *next[2];
+};
+
+// sums = tiles first .. end of the rows times a pair of panels. What comes next is fetched as it is needed: by the first
+// tiles, a chunk ahead and at last what `next` begins with, or where there is but one tile a little ahead of the reading.
+inline void multiply_pair(const PackedArgs& a, const PanelPair& p, int64_t first, int64_t end, float* sums,
+                          TileRegisters& registers) {
   const int64_t t = a.first_row(first), size = chunk_size(a.width), num_chunks = num_chunks_of(a.width);
-  auto* sums = static_cast<float*>(llm_scratch(1, sizeof(vec) * 2 * static_cast<size_t>(a.first_row(end) - t)));
-  const uint16_t* panels[] = {panel_of(a, pair, 0), panel_of(a, pair, 1)};
   for (int64_t c = 0; c < num_chunks; c++) {
     const bool is_last = c + 1 == num_chunks;
     const int64_t start = c * size, pairs = (is_last ? a.stride() - start : size) / 2;
     for (int64_t tile = first; tile < end; tile++) {
       const int64_t from = a.first_row(tile), rows = a.first_row(tile + 1) - from;
       PackedTile args = {a.x + from * a.stride() + start, {}, a.stride(), pairs, {}, sums + (from - t) * 2 * W, c == 0};
-      for (int v = 0; v < 2; v++) args.panels[v] = panels[v] + start * W;
-      auto at = [&](int v, int64_t element) { return reinterpret_cast<const char*>(panels[v] + element); };
+      for (int v = 0; v < 2; v++) args.panels[v] = p.panels[v] + start * W;
       if (end - first == 1) {
-        for (int v = 0; v < 2; v++) args.ahead[v] = at(v, start * W) + kAheadBytes;
+        for (int v = 0; v < 2; v++) args.ahead[v] = reinterpret_cast<const char*>(args.panels[v]) + kAheadBytes;
         multiply_tile<2>(rows, args, registers);
       } else if (tile - first < 2) {
-        const int v = static_cast<int>(tile - first);
-        args.ahead[0] = at(v, is_last ? (a.first_of(next, v) - a.first_of(pair, v)) * a.stride() : (c + 1) * size * W);
+        const int64_t v = tile - first;
+        args.ahead[0] = reinterpret_cast<const char*>(is_last ? p.next[v] : args.panels[v] + size * W);
         multiply_tile<1>(rows, args, registers);
       } else {
         multiply_tile<0>(rows, args, registers);
       }
     }
   }
+}
+
+inline void multiply_pair(const PackedArgs& a, int64_t pair, int64_t next, int64_t first, int64_t end,
+                          TileRegisters& registers) {
+  const int64_t t = a.first_row(first);
+  auto* sums = static_cast<float*>(llm_scratch(1, sizeof(vec) * 2 * static_cast<size_t>(a.first_row(end) - t)));
+  PanelPair p = {{panel_of(a, pair, 0), panel_of(a, pair, 1)}, {}};
+  for (int v = 0; v < 2; v++) p.next[v] = p.panels[v] + (a.first_of(next, v) - a.first_of(pair, v)) * a.stride();
+  multiply_pair(a, p, first, end, sums, registers);
   write_outputs(a, pair, t, a.first_row(end), sums);
 }
 

@@ -105,6 +105,7 @@ template <int32_t op, class... Inputs>
 std::vector<DataType> types(Inputs... inputs) {
   const DataType given[] = {type_in(inputs)...};
   std::vector<DataType> found(static_cast<size_t>(kOutputs[op].num_made), DataType::FLOAT32);
+  if (kOutputs[op].num_made > 0) found[0] = kTypes[kFirstOutput[op]];
   if (kOutputs[op].updated >= 0) found.push_back(given[kOutputs[op].updated]);
   return found;
 }

@@ -85,7 +85,7 @@ struct Scratch {
   size_t bytes = 0;
   ~Scratch() { std::free(memory); }
 };
-thread_local Scratch scratch[7];
+thread_local Scratch scratch[9];
 
 }  // namespace
 

@@ -140,8 +140,8 @@ def in_programs(old, new, ranks=(0, 1)):
     ("change", "message"),
     [
         (
-            set_keys(model_type="mixtral"),
-            "export of 'mixtral', a family that is not supported: serve a model of one that is, llama, mistral",
+            set_keys(model_type="bloom"),
+            "export of 'bloom', a family that is not supported: serve a model of one that is, llama, mistral",
         ),
         (set_keys(model_type=["llama"]), r"export of \['llama'\], a family that is not supported"),
         (set_keys(model_type="deepseek_v4"), "export of 'deepseek_v4', .*; of DeepSeek-R1 the distilled models are"),

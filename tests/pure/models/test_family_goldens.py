@@ -13,7 +13,7 @@ from engine.executors import make_executor
 from engine.executors.drafting import with_drafts
 from engine.ops import cpu, reference
 from engine.settings.config import Config
-from tests.family_checkpoints import FAMILIES, WINDOW, prompt_lens
+from tests.family_checkpoints import ALL, WINDOW, prompt_lens
 from tests.paged_model import PagedModel
 from tests.pure.models.test_ranks import answer, answers_of_ranks
 
@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parents[2] / "golden/families"
 BLOCK_SIZE = 16
 # Fused matrices, a gated norm behind each sum, biases, windows of their own; the others are in tests/engines.
 RANKS_DIFFER = ("phi3", "gemma3_text", "starcoder2", "glm4")
-HAS_WINDOW = [name for name, keys in FAMILIES.items() if keys.get("sliding_window") == WINDOW]
+HAS_WINDOW = [name for name, keys in ALL.items() if keys.get("sliding_window") == WINDOW]
 
 
 def golden(family: str) -> dict[str, np.ndarray]:
@@ -41,12 +41,12 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_the_random_weights_are_those_transformers_saw(family, checkpoint):
     assert zlib.crc32((checkpoint(family) / "model.safetensors").read_bytes()) == golden(family)["checksum"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_log_probabilities_are_those_of_transformers(family, exported):
     expected, graph_dir = golden(family), exported(family, block_size=BLOCK_SIZE)
     for length, (prompt, _) in cases(family).items():
@@ -71,7 +71,7 @@ def generate(loop: EngineLoop, prompts: list[list[int]]) -> list[list[int]]:
     return [request.token_ids[request.prompt_len :] for request in requests]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_tokens_are_those_of_transformers_in_the_engine(family, exported):
     """All prompts at once in chunks of 24 tokens, again out of the prefix cache, with drafts, and with so few blocks
     that requests are preempted."""

@@ -42,6 +42,8 @@ BYTES, CODES = (
 )
 WIDE_BYTES = np.arange(600, dtype=np.int32).astype(np.uint8).reshape(3, 200) & 0xF7  # none of which is no number
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+EXPERTS = np.array([[0, 2], [1, 0], [2, 1], [2, 0]], np.int32)
+GATED = {"num_experts": 3, "activation": 0, "limit": 7.0, "alpha": 1.702, "offset": 1.0}
 CALLS = {
     "embedding": ((i32(3, 0, 3, 9), to_bf16(random(5, 12))), {"first_id": 2}),
     "all_reduce": ((random(5, 12),), {}),
@@ -77,6 +79,16 @@ CALLS = {
         {**HEADS, "q_size": 64, "k_size": 32, "epsilon": 1e-5},
     ),
     "rotate_heads": ((random(5, 64), random(5, 6)), HEADS),
+    "expert_gate_up": ((random(4, 12), EXPERTS, random(48, 12), random(48)), GATED),
+    "expert_down bf16": ((random(4, 12), EXPERTS, random(4, 2), to_bf16(random(21, 6))), {"num_experts": 3}),
+    "expert_gate_up_int8": ((random(4, 12), EXPERTS, BYTES[:6], random(6), random(6)), GATED),
+    "expert_down_a8w8": ((random(4, 24), EXPERTS, random(4, 2), BYTES[:6], random(6)), {"num_experts": 3}),
+    "expert_down_int4": (
+        (random(4, 24), EXPERTS, random(4, 2), CODES[:6], to_bf16(random(6, 2)), to_bf16(random(6, 2) + 8), random(6)),
+        {"num_experts": 3},
+    ),
+    "expert_gate_up_fp8": ((random(4, 12), EXPERTS, BYTES[:6].view(np.uint8) + 40, random(6, 1)), GATED),
+    "add_gated": ((random(5, 12), random(5, 12), random(5, 8), random(1, 8)), {}),
 }
 
 
@@ -85,6 +97,16 @@ def test_paddle_op_equals_the_kernel(ops, call):
     name, (inputs, attributes) = call.split()[0], CALLS[call]
     found = getattr(ops, name)(*map(tensor, inputs), **attributes)
     assert np.array_equal(found.numpy(), getattr(cpu, name)(*inputs, **attributes))
+
+
+def test_a_route_has_ids_and_weights(ops):
+    given = {"top_k": 2, "scoring": 1, "num_groups": 2, "top_groups": 1, "group_best": 2}
+    given |= {"renormalize": 1, "epsilon": 1e-20, "minimum": 0.0, "factor": 2.5}
+    inputs = random(5, 12), random(8, 12), None, random(8)
+    ids, weights = ops.moe_route(*map(tensor, inputs), **given)
+    expected_ids, expected = cpu.moe_route(*inputs, **given)
+    assert ids.numpy().dtype == np.int32 and np.array_equal(ids.numpy(), expected_ids)
+    assert np.array_equal(weights.numpy(), expected)
 
 
 def test_residual_is_changed_in_place(ops):

@@ -1,0 +1,126 @@
+"""Mixtures of experts: a router chooses, for each token, a few of many MLPs, whose weighted outputs are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from engine.models.config import DecoderConfig
+from engine.models.formats import FLOAT32
+from engine.models.layers import Place, Run, Tensor
+from engine.models.mixture_config import MixtureConfig
+from engine.models.mlp import GatedMlp
+from engine.models.weights import Share, Weight
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The same matrix of all experts, stacked along its rows, with the biases."""
+
+    weight: Weight
+    bias: Weight | None
+
+    def __call__(self, run: Run, op: str, inputs: tuple[Tensor, ...], attributes: Mapping[str, float]) -> Tensor:
+        bias = None if self.bias is None else run.stored(self.bias)[0]
+        return self.weight.format.experts(run.ops, op, inputs, (*run.stored(self.weight), bias), **attributes)
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """The MLP that all tokens of a mixture share, with or without a gate of its output."""
+
+    mlp: GatedMlp
+    gate: Weight | None
+
+    def add(self, run: Run, experts: Tensor, x: Tensor) -> Tensor:
+        """Return the output of the experts plus that of this MLP, both of this rank."""
+        y = self.mlp(run, x)
+        if self.gate is None:
+            return run.ops.add(experts, y)
+        return run.ops.add_gated(experts, y, x, *run.stored(self.gate))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Mixture of experts of one layer on one rank, which has a share of the intermediate size of every expert.
+
+    The router is never quantized, and every rank has it whole.
+    """
+
+    router: Weight
+    router_bias: Weight | None
+    choice_bias: Weight | None
+    gate_up_proj: Stack
+    down_proj: Stack
+    shared: SharedExpert | None
+    mixture: MixtureConfig
+    is_partial: bool  # each rank computes a part of the sum over the intermediate size
+
+    @classmethod
+    def of(cls, config: DecoderConfig, place: Place) -> Mixture:
+        """Build the mixture of the layer at `place`."""
+        mixture, shard = config.mixture, place.shard
+        assert mixture is not None, "the model has mixtures of experts"
+        experts, hidden = Share.whole(mixture.num_experts), Share.whole(config.hidden_size)
+        inner, router = shard.share(mixture.intermediate_size), f"{mixture.block}.{mixture.router}"
+        gate, up, down = mixture.projections
+        choice_bias = [(f"{mixture.block}.{mixture.choice_bias}", (experts,))]
+        return cls(
+            router=place.weight("router.weight", [(f"{router}.weight", (experts, hidden))]),
+            router_bias=place.weight("router.bias", [(f"{router}.bias", (experts,))]) if mixture.has_bias else None,
+            choice_bias=place.weight("router.choice_bias", choice_bias) if mixture.choice_bias else None,
+            gate_up_proj=_stack(mixture, place, "gate_up_proj", {gate: (inner, hidden), up: (inner, hidden)}),
+            down_proj=_stack(mixture, place, "down_proj", {down: (hidden, inner)}),
+            shared=_shared(config, mixture, place),
+            mixture=mixture,
+            is_partial=shard.num_ranks > 1,
+        )
+
+    def __call__(self, run: Run, x: Tensor) -> Tensor:
+        mixture, num_experts = self.mixture, {"num_experts": self.mixture.num_experts}
+        biases = [None if each is None else run.stored(each)[0] for each in (self.router_bias, self.choice_bias)]
+        ids, weights = run.ops.moe_route(x, *run.stored(self.router), *biases, **mixture.routing.attributes)
+        h = self.gate_up_proj(run, "expert_gate_up", (x, ids), {**num_experts, **mixture.activation.attributes})
+        y = self.down_proj(run, "expert_down", (h, ids, weights), num_experts)
+        if self.shared:
+            y = self.shared.add(run, y, x)
+        return run.ops.all_reduce(y) if self.is_partial else y
+
+
+def mlp_of(config: DecoderConfig, place: Place, bias: bool = False) -> GatedMlp | Mixture:
+    """Return the mixture of experts of the layer at `place`, or its MLP if it has none."""
+    assert place.layer is not None
+    if config.mixture and config.mixture.layers[place.layer]:
+        return Mixture.of(config, place)
+    return GatedMlp.of(config, place, bias)
+
+
+def _stack(mixture: MixtureConfig, place: Place, name: str, parts: Mapping[str, tuple[Share, Share]]) -> Stack:
+    """Return the matrices `parts` of all experts: those of an expert one after another."""
+    of_experts = [
+        (f"{mixture.block}.experts.{expert}.{tensor}", axes)
+        for expert in range(mixture.num_experts)
+        for tensor, axes in parts.items()
+    ]
+    weights = [(f"{tensor}.weight", axes) for tensor, axes in of_experts]
+    biases = [(f"{tensor}.bias", _rows_of_bias(place, axes)) for tensor, axes in of_experts]
+    weight = place.weight(f"experts.{name}.weight", weights, place.shard.format)
+    return Stack(weight, place.weight(f"experts.{name}.bias", biases) if mixture.has_bias else None)
+
+
+def _rows_of_bias(place: Place, axes: tuple[Share, Share]) -> tuple[Share]:
+    """Return the share of a bias. If ranks share the inputs, only the first rank adds it: the others have zeros."""
+    rows, columns = axes
+    is_added_here = columns.size == columns.count or place.shard.rank == 0
+    return (rows if is_added_here else replace(rows, stop=rows.start),)
+
+
+def _shared(config: DecoderConfig, mixture: MixtureConfig, place: Place) -> SharedExpert | None:
+    if not mixture.shared:
+        return None
+    mlp = GatedMlp.shared(config, place, f"{mixture.block}.{mixture.shared}", mixture.shared_size)
+    if not mixture.shared_gate:
+        return SharedExpert(mlp, None)
+    axes = (Share.whole(1), Share.whole(config.hidden_size))
+    gate = place.weight("shared_gate.weight", [(f"{mixture.block}.{mixture.shared_gate}.weight", axes)], FLOAT32)
+    return SharedExpert(mlp, gate)

@@ -1,0 +1,44 @@
+"""GLM-4.5 and 4.6: mixtures of experts like those of DeepSeek-V3 with grouped-query attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.attention import HEADS, Attention, AttentionOptions
+from engine.models.config import DecoderConfig, read_decoder
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.experts import mlp_of
+from engine.models.layers import Place
+from engine.models.mixture_config import deepseek_mixture
+from engine.models.weights import Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4Moe(DecoderConfig):
+    """Configuration of a GLM-4 model with mixtures of experts."""
+
+    attention_bias: bool
+    output_bias: bool  # bias of the attention's output projection
+    has_head_norms: bool
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any]) -> Glm4Moe:
+        defaults = {"moe_intermediate_size": 1408, "n_routed_experts": 128, "num_experts_per_tok": 8}
+        defaults |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
+        own = {
+            "attention_bias": bool(keys.get("attention_bias")),
+            "output_bias": False,
+            "has_head_norms": bool(keys.get("use_qk_norm")),
+            "mixture": deepseek_mixture(keys, defaults),
+        }
+        return read_decoder(cls, {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, **keys}, own)
+
+    def network(self, shard: Shard) -> Decoder:
+        return Decoder.of(self, shard, self._layer)
+
+    def _layer(self, place: Place) -> DecoderLayer:
+        norms, window = HEADS if self.has_head_norms else "", self.window(place.layer)
+        options = AttentionOptions(self.attention_bias, self.output_bias, norms=norms, window=window)
+        return DecoderLayer.of(self, place, (Attention.of(self, place, options), mlp_of(self, place)))

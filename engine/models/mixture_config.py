@@ -1,0 +1,128 @@
+"""Configuration of a mixture of experts: which layers have one, how tokens choose experts, and the names of tensors.
+
+Independent of tensors and of families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engine.models.keys import ModelError, whole_number
+from engine.ops.catalogue_experts import SIGMOID, SILU_GATE, SOFTMAX
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Choice of the experts of a token: the attributes of the op `moe_route`."""
+
+    top_k: int
+    scoring: int = SOFTMAX
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    renormalize: int = 0
+    epsilon: float = 0.0
+    minimum: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def attributes(self) -> dict[str, int | float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """Activation between the two products of an expert: attributes of the op `expert_gate_up`."""
+
+    activation: int = SILU_GATE
+    limit: float = 0.0
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    @property
+    def attributes(self) -> dict[str, int | float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig:
+    """Configuration of the mixtures of experts of a model. Names are those of the checkpoint's tensors."""
+
+    num_experts: int
+    intermediate_size: int  # of an expert
+    layers: tuple[bool, ...]  # whether a layer has a mixture; other layers have an MLP
+    routing: Routing
+    activation: Activation = Activation()
+    block: str = "mlp"  # the module that holds the mixture
+    router: str = "gate"
+    choice_bias: str = ""  # a bias that changes the choice of experts, not their weights; empty: none
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    has_bias: bool = False  # of the router and of the experts
+    shared: str = ""  # the expert that all tokens share; empty: none
+    shared_size: int = 0  # its intermediate size
+    shared_gate: str = ""  # the gate of its output; empty: none
+
+
+def mixture_layers(keys: Mapping[str, Any], is_mixture: Callable[[int], bool] = lambda layer: True) -> tuple[bool, ...]:
+    """Return, for each layer, whether it has a mixture of experts."""
+    return tuple(is_mixture(layer) for layer in range(whole_number(keys, "num_hidden_layers")))
+
+
+def _qwen_layers(keys: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which layers have a mixture by `mlp_only_layers` and `decoder_sparse_step`."""
+    dense, step = keys.get("mlp_only_layers") or (), whole_number(keys, "decoder_sparse_step", 1)
+    return mixture_layers(keys, lambda layer: layer not in dense and (layer + 1) % step == 0)
+
+
+def qwen_mixture(keys: Mapping[str, Any], **shared: Any) -> MixtureConfig:
+    """Return the mixture of Qwen2-MoE and Qwen3-MoE. `shared` are the fields of its shared expert."""
+    routing = Routing(
+        top_k=whole_number(keys, "num_experts_per_tok"), renormalize=int(bool(keys.get("norm_topk_prob")))
+    )
+    return MixtureConfig(
+        num_experts=whole_number(keys, "num_experts"),
+        intermediate_size=whole_number(keys, "moe_intermediate_size"),
+        layers=_qwen_layers(keys),
+        routing=routing,
+        **shared,
+    )
+
+
+def deepseek_mixture(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> MixtureConfig:
+    """Return the mixture of DeepSeek-V3 and the families that follow it: sigmoid scores, a bias of the choice, groups
+    of experts, shared experts, and dense layers at the bottom. `defaults` are those of the family for missing keys."""
+    given = {**defaults, **{name: value for name, value in keys.items() if value is not None}}
+    size, num_dense = whole_number(given, "moe_intermediate_size"), given.get("first_k_dense_replace", 0)
+    num_shared = given.get("n_shared_experts", 0)
+    for name, value in (("first_k_dense_replace", num_dense), ("n_shared_experts", num_shared)):
+        if type(value) is not int or value < 0:
+            raise ModelError(f"config.json: {name} is {value!r}, it must be a whole number")
+    refuse_other_values(given, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    num_experts = whole_number(given, "n_routed_experts")
+    return MixtureConfig(
+        num_experts=num_experts,
+        intermediate_size=size,
+        layers=mixture_layers(given, lambda layer: layer >= num_dense),
+        routing=Routing(
+            top_k=whole_number(given, "num_experts_per_tok"),
+            scoring=SIGMOID,
+            num_groups=whole_number(given, "n_group", 1),
+            top_groups=whole_number(given, "topk_group", 1),
+            group_best=min(2, num_experts // whole_number(given, "n_group", 1)),
+            renormalize=int(bool(given.get("norm_topk_prob"))),
+            epsilon=1e-20,
+            factor=float(given.get("routed_scaling_factor", 1.0)),
+        ),
+        choice_bias="gate.e_score_correction_bias",
+        shared="shared_experts" if num_shared else "",
+        shared_size=num_shared * size,
+    )
+
+
+def refuse_other_values(keys: Mapping[str, Any], **supported: Any) -> None:
+    """Raise ModelError if config.json has another value than the supported one for a key."""
+    for name, value in supported.items():
+        if keys.get(name, value) != value:
+            raise ModelError(f"config.json: {name} is {keys[name]!r}, supported is {value!r}")

@@ -1,0 +1,146 @@
+"""Checkpoints that store the matrices of all experts in one tensor, read as one matrix per expert. The tensors may be
+transposed, have rows of gates and of `up` by turns, or hold 4-bit floats (MXFP4). Independent of files and ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.models.keys import ModelError
+from engine.models.stored import Stored, slices
+
+log = logging.getLogger(__name__)
+
+MXFP4_SIZES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of e2m1; codes from 8 on are negative
+MXFP4_VALUES = np.array([*MXFP4_SIZES, *(-size for size in MXFP4_SIZES)], np.float32)
+MXFP4_BIAS = 127  # of the exponents of scales
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, eq=False)
+class OfExpert:
+    """View of some rows of one expert's matrix or bias in a tensor [experts, ..] as a tensor of its own."""
+
+    stored: Stored
+    expert: int
+    rows: tuple[int, int, int]  # first, number, step
+    is_transposed: bool = False
+
+    def get_dtype(self) -> str:
+        return self.stored.get_dtype()
+
+    def get_shape(self) -> list[int]:
+        _, *shape = self.stored.get_shape()
+        return [self.rows[1], *(shape[:1] if self.is_transposed else shape[1:])]
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        rows, *columns = slices(key, self.get_shape())
+        first, _, step = self.rows
+        span = slice(first + rows.start * step, first + max(rows.start, rows.stop - 1) * step + 1)
+        axes = [*columns, span] if self.is_transposed else [span, *columns]
+        key_of_all = (slice(self.expert, self.expert + 1), *axes)
+        found = self.stored[key_of_all][0]
+        return (found.T if self.is_transposed else found)[::step][: rows.stop - rows.start]
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4:
+    """Stacked matrices [experts, N, K] of 4-bit floats, each 32 of which share a power of two; they read as float32."""
+
+    blocks: Stored  # u8 [experts, N, K / 32, 16]: two codes a byte, the first in the lower half
+    scales: Stored  # u8 [experts, N, K / 32]
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def get_shape(self) -> list[int]:
+        *shape, num_blocks, _ = self.blocks.get_shape()
+        return [*shape, 32 * num_blocks]
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        experts, rows, columns = slices(key, self.get_shape())
+        blocks = self.blocks[experts, rows]
+        codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+        exponents = self.scales[experts, rows].astype(np.int32) - MXFP4_BIAS
+        values = np.ldexp(MXFP4_VALUES[codes], exponents[..., None]).astype(np.float32)
+        return values.reshape(*values.shape[:2], -1)[..., columns]
+
+
+def with_single_experts(keys: Mapping[str, Any], tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors with those that stack experts replaced by one tensor per expert and projection, as most
+    families have them. Raises ModelError for shapes that do not fit."""
+    layout = LAYOUTS.get(keys.get("model_type") or "")
+    return layout(tensors) if layout else tensors
+
+
+def _granite(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Read `input_linear` [E, 2 F, H], gates first, and `output_linear` [E, H, F]."""
+    made: dict[str, Stored] = {}
+    for name, stored in tensors.items():
+        block, _, end = name.rpartition(".block_sparse_moe.")
+        if end in ("input_linear.weight", "output_linear.weight"):
+            projections = PROJECTIONS[:2] if end.startswith("input") else PROJECTIONS[2:]
+            made |= dict(_unstacked(f"{block}.block_sparse_moe", stored, projections, "weight"))
+        else:
+            made[name] = stored
+    return made
+
+
+def _gpt_oss(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Read `gate_up_proj` [E, H, 2 F], gates and `up` by turns, and `down_proj` [E, F, H], or both as MXFP4."""
+    made: dict[str, Stored] = {}
+    for name, stored in tensors.items():
+        block, _, end = name.rpartition(".experts.")
+        kind, _, suffix = end.removesuffix("_proj").rpartition("_proj_")
+        projections = PROJECTIONS[:2] if end.startswith("gate_up_proj") else PROJECTIONS[2:]
+        if not block or not end.startswith(("gate_up_proj", "down_proj")):
+            made[name] = stored
+        elif end in ("gate_up_proj", "down_proj"):
+            made |= dict(_unstacked(block, stored, projections, "weight", is_interleaved=True, is_transposed=True))
+        elif suffix == "bias":
+            made |= dict(_unstacked(block, stored, projections, "bias", is_interleaved=True))
+        elif suffix == "blocks":
+            if f"{block}.experts.{kind}_proj_scales" not in tensors:
+                raise ModelError(f"tensor {block}.experts.{kind}_proj_scales is missing in the checkpoint")
+            values = Mxfp4(stored, tensors[f"{block}.experts.{kind}_proj_scales"])
+            made |= dict(_unstacked(block, values, projections, "weight", is_interleaved=True))
+    if any(name.endswith("_blocks") for name in tensors):
+        log.info("the experts are stored as MXFP4, for which there is no kernel: they are converted to another format")
+    return made
+
+
+def _ernie(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Read the bias [1, E] of the choice of experts as [E]."""
+    end = "moe_statics.e_score_correction_bias"
+    return {
+        name: OfExpert(stored, 0, (0, stored.get_shape()[1], 1))
+        if name.endswith(end) and len(stored.get_shape()) == 2  # noqa: PLR2004 - [1, E]
+        else stored
+        for name, stored in tensors.items()
+    }
+
+
+def _unstacked(  # noqa: PLR0913 - describes one tensor
+    block: str,
+    stored: Stored,
+    projections: tuple[str, ...],
+    end: str,
+    *,
+    is_interleaved: bool = False,
+    is_transposed: bool = False,
+) -> Iterator[tuple[str, Stored]]:
+    num_experts, *shape = stored.get_shape()
+    num_rows, rest = divmod(shape[-1] if is_transposed else shape[0], len(projections))
+    if rest:
+        raise ModelError(f"{block}: a tensor of shape {stored.get_shape()} has no two projections of equal size")
+    for expert in range(num_experts):
+        for index, projection in enumerate(projections):
+            rows = (index, num_rows, len(projections)) if is_interleaved else (index * num_rows, num_rows, 1)
+            yield f"{block}.experts.{expert}.{projection}.{end}", OfExpert(stored, expert, rows, is_transposed)
+
+
+LAYOUTS = {"granitemoe": _granite, "gpt_oss": _gpt_oss, "ernie4_5_moe": _ernie}
