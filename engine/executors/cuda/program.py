@@ -52,12 +52,11 @@ class Program:
     def __init__(
         self, graph: Graph, params: Mapping[str, Tensor], ops: ModuleType, layers: Mapping[str, Layer] | None = None
     ):
-        check_ops(graph, ops)
         self.graph, self.params = graph, params
         self._params = {value.id: params[name] for name, value in graph.parameters.items()}
         self._inputs = {name: value.id for name, value in graph.inputs.items()}
         self._outputs = [graph.outputs[name].id for name in (LOGITS, HIDDEN)]
-        fused = fuse(graph, [op.name for op in FUSED if hasattr(ops, op.name)], keep_products=bool(layers))
+        fused = _fused(graph, ops, keep_products=bool(layers))
         self._calls = _calls(fused.nodes, {*self._params, *self._outputs}, ops)
         if layers:
             self._inputs |= {GROUPS: OF_TOKENS, LOGIT_GROUPS: OF_LOGITS}
@@ -76,12 +75,13 @@ class Program:
 
 
 def check_ops(graph: Graph, ops: ModuleType) -> None:
-    """Raise GraphError if the graph has an op that `ops` does not have."""
-    missing = sorted({node.op for node in graph.nodes if not hasattr(ops, node.op)})
-    if missing:
-        raise GraphError(
-            f"the graph has the op {missing[0]}, which has no kernel for GPUs yet; set DEVICE=cpu to run it"
-        )
+    """Raise GraphError if the graph has an op that `ops` does not have, not even fused with the op behind it."""
+    for node in _fused(graph, ops).nodes:
+        _op(node, ops)
+
+
+def _fused(graph: Graph, ops: ModuleType, *, keep_products: bool = False) -> Graph:
+    return fuse(graph, [op.name for op in FUSED if hasattr(ops, op.name)], keep_products=keep_products)
 
 
 def _calls(nodes: Sequence[Node], kept: set[int], ops: ModuleType) -> list[Call]:
@@ -116,5 +116,10 @@ def _then_adapt(run: Callable[..., Tensor], layer: Layer, x: Tensor, *given: Ten
 
 
 def _op(node: Node, ops: ModuleType) -> Callable:
-    op = getattr(ops, node.op)
+    op = getattr(ops, node.op, None)
+    if op is None:
+        raise GraphError(
+            f"the graph has the op {node.op}, which has no kernel for GPUs yet in {ops.__name__}; set DEVICE=cpu to run"
+            " it, or export the model with another QUANT_TYPE"
+        )
     return partial(op, **node.attributes) if node.attributes else op
