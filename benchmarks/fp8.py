@@ -56,8 +56,8 @@ MANY = [
     Tile(128, 128, 8, 4, is_persistent=True),
     *(Tile(128, 128, 4, 3, is_persistent=each, is_exact=False) for each in (False, True)),
     *(Tile(128, 128, 8, 4, is_persistent=each, is_exact=False) for each in (False, True)),
-    *(Tile(128, 256, 8, 4, is_persistent=each, is_exact=False) for each in (False, True)),
-    *(Tile(256, 128, 8, 4, is_persistent=each, is_exact=False) for each in (False, True)),
+    *(Tile(128, 256, 8, 4 - each, is_persistent=each, is_exact=False) for each in (False, True)),
+    *(Tile(256, 128, 8, 4 - each, is_persistent=each, is_exact=False) for each in (False, True)),
     *(Tile(64, 256, 4, 4, is_persistent=each, is_exact=False) for each in (False, True)),
 ]
 ALL = tuple({*FEW, *MIDDLE, *MANY})

@@ -134,7 +134,7 @@ def as_released(model_type: str, tensors: dict[str, np.ndarray]) -> dict[str, np
     if model_type == "ernie4_5_moe":
         is_bias = "e_score_correction_bias"
         return {name: each[None] if is_bias in name else each for name, each in tensors.items()}
-    if model_type not in ("gpt_oss", "granitemoe"):
+    if model_type not in ("gpt_oss", "granitemoe", "mistral4"):
         return tensors
     of_experts: dict[str, list[np.ndarray]] = {}
     made = {}
@@ -151,6 +151,9 @@ def as_released(model_type: str, tensors: dict[str, np.ndarray]) -> dict[str, np
         if model_type == "granitemoe":
             made[f"{block}.input_linear.weight"] = np.concatenate([gates, ups], axis=1)
             made[f"{block}.output_linear.weight"] = np.stack(down)
+        elif model_type == "mistral4":
+            made[f"{block}.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+            made[f"{block}.experts.down_proj"] = np.stack(down)
         else:
             by_turns = np.stack([gates, ups], axis=2).reshape(len(gates), -1, *gates.shape[2:])
             suffix, turn = ("", (0, 2, 1)) if end == "weight" else ("_bias", (0, 1))

@@ -8,10 +8,10 @@ from typing import Any
 
 from engine.models.config import DecoderConfig, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.keys import an_object, whole_number
-from engine.models.latent_attention import LatentAttention, LatentOptions, read_latent
+from engine.models.experts import mlp_of
+from engine.models.latent_attention import LatentAttention, LatentOptions, read_latent, with_rotated_dim
 from engine.models.layers import Place
-from engine.models.mlp import GatedMlp
+from engine.models.mixture_config import deepseek_mixture, mistral_mixture, softmax_mixture
 from engine.models.weights import Shard
 
 
@@ -22,26 +22,19 @@ class DeepseekV2(DecoderConfig):
     latent: LatentOptions
     mlp_bias: bool
     num_mtp_layers: int  # behind the decoder layers, to draft tokens; not used
+    mixture_of = staticmethod(softmax_mixture)
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> DeepseekV2:
         latent = read_latent(keys)
-        scaling = {
-            **an_object(keys, "rope_scaling"),
-            **an_object(keys, "rope_parameters"),
-            "partial_rotary_factor": 1.0,
-        }
-        rope = {"rope_scaling": None, "rope_parameters": scaling, "head_dim": latent.rope_dim}
-        given = {**keys, **rope, "num_key_value_heads": keys.get("num_attention_heads")}
         own = {
             "latent": latent,
+            "mixture": cls.mixture_of(keys) if keys.get("n_routed_experts") else None,
             "has_rotary_pairs": bool(keys.get("rope_interleave", True)),
             "mlp_bias": bool(keys.get("mlp_bias")),
-            "num_mtp_layers": whole_number(keys, "num_nextn_predict_layers")
-            if keys.get("num_nextn_predict_layers")
-            else 0,
+            "num_mtp_layers": int(keys.get("num_nextn_predict_layers") or 0),
         }
-        return read_decoder(cls, given, own)
+        return read_decoder(cls, with_rotated_dim(keys, latent), own)
 
     def ignores(self, tensor: str) -> bool:
         behind = range(self.num_layers, self.num_layers + self.num_mtp_layers)
@@ -51,9 +44,17 @@ class DeepseekV2(DecoderConfig):
         return Decoder.of(self, shard, self._layer)
 
     def _layer(self, place: Place) -> DecoderLayer:
-        mixer = LatentAttention.of(self, place, self.latent)
-        return DecoderLayer.of(self, place, (mixer, GatedMlp.of(self, place, self.mlp_bias)))
+        parts = LatentAttention.of(self, place, self.latent), mlp_of(self, place, self.mlp_bias)
+        return DecoderLayer.of(self, place, parts)
 
 
 class DeepseekV3(DeepseekV2):
-    """Configuration of a DeepSeek V3 or R1 model, and of Kimi K2, GLM-4.7-Flash and Mistral Small 4."""
+    """Configuration of a DeepSeek V3 or R1 model, and of Kimi K2 and GLM-4.7-Flash."""
+
+    mixture_of = staticmethod(deepseek_mixture)
+
+
+class Mistral4(DeepseekV2):
+    """Configuration of a Mistral Small 4 model."""
+
+    mixture_of = staticmethod(mistral_mixture)

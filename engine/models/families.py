@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.models.config import DecoderConfig
-from engine.models.deepseek import DeepseekV2, DeepseekV3
+from engine.models.deepseek import DeepseekV2, DeepseekV3, Mistral4
 from engine.models.dots1 import Dots1
 from engine.models.ernie4_5 import Ernie45
 from engine.models.ernie4_5_moe import Ernie45Moe
@@ -47,7 +47,7 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
     "deepseek_v3": DeepseekV3,
     "kimi_k2": DeepseekV3,
     "glm4_moe_lite": DeepseekV3,
-    "mistral4": DeepseekV3,
+    "mistral4": Mistral4,
     "ernie4_5": Ernie45,
     "exaone4": Exaone4,
     "gemma2": Gemma2,

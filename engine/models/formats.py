@@ -142,9 +142,13 @@ class Int4:
 
 @dataclass(frozen=True)
 class Fp8:
-    """An 8-bit float (e4m3) per element, and one scale per row, or per 128 elements if the checkpoint has those."""
+    """An 8-bit float (e4m3) per element, and one scale per row, or per 128 elements if the checkpoint has those.
+
+    Activations are rounded to bf16, or to 8-bit floats by `linear_a8w8_fp8`.
+    """
 
     name: str
+    op: str
     read_as = "float32"
 
     def parameters(self, name: str) -> tuple[str, ...]:
@@ -157,7 +161,7 @@ class Fp8:
         return self.store(codes.values())
 
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
-        return ops.linear_fp8(x, *stored, bias)
+        return getattr(ops, self.op)(x, *stored, bias)
 
     def experts(self, ops: Any, op: str, inputs: Sequence[Any], stored: Sequence[Any], **attributes: float) -> Any:
         return getattr(ops, f"{op}_fp8")(*inputs, *stored, **attributes)
@@ -170,7 +174,8 @@ QUANTIZED: dict[str, Format] = {
     "weight_only_int4": Int4("weight_only_int4"),
     "weight_only_int4_g32": Int4("weight_only_int4_g32", SMALL_GROUP),
     "a8w8": Int8("a8w8", "_a8w8"),
-    "weight_only_fp8": Fp8("weight_only_fp8"),
+    "weight_only_fp8": Fp8("weight_only_fp8", "linear_fp8"),
+    "a8w8_fp8": Fp8("a8w8_fp8", "linear_a8w8_fp8"),
 }
 FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES} | QUANTIZED
 

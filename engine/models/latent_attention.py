@@ -66,6 +66,13 @@ def read_latent(keys: Mapping[str, Any]) -> LatentOptions:
     )
 
 
+def with_rotated_dim(keys: Mapping[str, Any], options: LatentOptions) -> dict[str, Any]:
+    """Return the keys of config.json as decoders read them: the rope is that of heads of `rope_dim` elements."""
+    scaling = {**an_object(keys, "rope_scaling"), **an_object(keys, "rope_parameters"), "partial_rotary_factor": 1.0}
+    rope = {"rope_scaling": None, "rope_parameters": scaling, "head_dim": options.rope_dim}
+    return {**keys, **rope, "num_key_value_heads": keys.get("num_attention_heads")}
+
+
 @dataclass(frozen=True)
 class LatentAttention:
     """Latent attention of one layer on one rank. Ranks divide the heads, and each has the whole cache."""

@@ -6,7 +6,8 @@ Independent of tensors and of families.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from engine.models.keys import ModelError, whole_number
@@ -90,7 +91,7 @@ def qwen_mixture(keys: Mapping[str, Any], **shared: Any) -> MixtureConfig:
     )
 
 
-def deepseek_mixture(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> MixtureConfig:
+def deepseek_mixture(keys: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> MixtureConfig:
     """Return the mixture of DeepSeek-V3 and the families that follow it: sigmoid scores, a bias of the choice, groups
     of experts, shared experts, and dense layers at the bottom. `defaults` are those of the family for missing keys."""
     given = {**defaults, **{name: value for name, value in keys.items() if value is not None}}
@@ -104,7 +105,7 @@ def deepseek_mixture(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mi
     return MixtureConfig(
         num_experts=num_experts,
         intermediate_size=size,
-        layers=mixture_layers(given, lambda layer: layer >= num_dense),
+        layers=_deepseek_layers(given, num_dense),
         routing=Routing(
             top_k=whole_number(given, "num_experts_per_tok"),
             scoring=SIGMOID,
@@ -119,6 +120,30 @@ def deepseek_mixture(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mi
         shared="shared_experts" if num_shared else "",
         shared_size=num_shared * size,
     )
+
+
+def softmax_mixture(keys: Mapping[str, Any]) -> MixtureConfig:
+    """Return the mixture of DeepSeek-V2: softmax scores, which are not renormalized, and no bias of the choice."""
+    method = keys.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(f"config.json: topk_method is {method!r}, supported are 'greedy' and 'group_limited_greedy'")
+    refuse_other_values(keys, scoring_func="softmax", norm_topk_prob=False)
+    mixture = deepseek_mixture({**keys, "topk_method": None, "scoring_func": None}, {})
+    groups = {} if method == "group_limited_greedy" else {"num_groups": 1, "top_groups": 1}
+    routing = replace(mixture.routing, scoring=SOFTMAX, group_best=1, epsilon=0.0, **groups)
+    return replace(mixture, choice_bias="", routing=routing)
+
+
+def mistral_mixture(keys: Mapping[str, Any]) -> MixtureConfig:
+    """Return the mixture of Mistral Small 4: that of DeepSeek-V3 with softmax scores and no bias of the choice."""
+    mixture = deepseek_mixture(keys, {"norm_topk_prob": True})
+    return replace(mixture, choice_bias="", routing=replace(mixture.routing, scoring=SOFTMAX))
+
+
+def _deepseek_layers(keys: Mapping[str, Any], num_dense: int) -> tuple[bool, ...]:
+    """Return which layers have a mixture by `mlp_layer_types`, or all behind the first `num_dense` ones."""
+    types = keys.get("mlp_layer_types")
+    return mixture_layers(keys, lambda layer: types[layer] == "sparse" if types else layer >= num_dense)
 
 
 def refuse_other_values(keys: Mapping[str, Any], **supported: Any) -> None:

@@ -52,5 +52,5 @@ def _with_settings(quant_type: str) -> str:
     """Return a text that names our settings nearest to a quant_type of PaddleNLP; empty if there are none."""
     if not quant_type.startswith("a8w8"):
         return ""
-    quant = " and QUANT_TYPE=weight_only_fp8 (on a GPU)" if quant_type.endswith("fp8") else " and QUANT_TYPE=a8w8"
+    quant = " and QUANT_TYPE=a8w8_fp8" if quant_type.endswith("fp8") else " and QUANT_TYPE=a8w8"
     return quant + (", USE_CACHE_KV_INT8=1" if "c8" in quant_type else "")

@@ -90,6 +90,18 @@ def _granite(tensors: dict[str, Stored]) -> dict[str, Stored]:
     return made
 
 
+def _mistral(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Read `gate_up_proj` [E, 2 F, H], gates first, and `down_proj` [E, H, F]."""
+    made: dict[str, Stored] = {}
+    for name, stored in tensors.items():
+        block, _, end = name.rpartition(".experts.")
+        if end in ("gate_up_proj", "down_proj"):
+            made |= dict(_unstacked(block, stored, PROJECTIONS[:2] if "gate" in end else PROJECTIONS[2:], "weight"))
+        else:
+            made[name] = stored
+    return made
+
+
 def _gpt_oss(tensors: dict[str, Stored]) -> dict[str, Stored]:
     """Read `gate_up_proj` [E, H, 2 F], gates and `up` by turns, and `down_proj` [E, F, H], or both as MXFP4."""
     made: dict[str, Stored] = {}
@@ -143,4 +155,4 @@ def _unstacked(  # noqa: PLR0913 - describes one tensor
             yield f"{block}.experts.{expert}.{projection}.{end}", OfExpert(stored, expert, rows, is_transposed)
 
 
-LAYOUTS = {"granitemoe": _granite, "gpt_oss": _gpt_oss, "ernie4_5_moe": _ernie}
+LAYOUTS = {"granitemoe": _granite, "gpt_oss": _gpt_oss, "mistral4": _mistral, "ernie4_5_moe": _ernie}

@@ -66,13 +66,11 @@ FAMILIES = (
     FamilySupport("starcoder2", "StarCoder2"),
     FamilySupport("qwen3_5", "Qwen3.5, Qwen3.6, Qwen3.8, dense models; text only", ONLY_CPUS),
     FamilySupport("qwen3_5_text", "the same as text-only checkpoints", ONLY_CPUS),
-    FamilySupport("deepseek_v2", "DeepSeek V2; so far without experts", ONLY_CPUS, has_int8_cache=False),
-    FamilySupport("deepseek_v3", "DeepSeek V3, V3.1, R1; so far without experts", ONLY_CPUS, has_int8_cache=False),
-    FamilySupport("kimi_k2", "Kimi K2; so far without experts", ONLY_CPUS, has_int8_cache=False),
-    FamilySupport("glm4_moe_lite", "GLM-4.7-Flash; so far without experts", ONLY_CPUS, has_int8_cache=False),
-    FamilySupport(
-        "mistral4", "Mistral Small 4, text-only checkpoints; so far without experts", ONLY_CPUS, has_int8_cache=False
-    ),
+    FamilySupport("deepseek_v2", "DeepSeek V2", ONLY_CPUS, has_int8_cache=False),
+    FamilySupport("deepseek_v3", "DeepSeek V3, V3.1, R1", ONLY_CPUS, has_int8_cache=False),
+    FamilySupport("kimi_k2", "Kimi K2", ONLY_CPUS, has_int8_cache=False),
+    FamilySupport("glm4_moe_lite", "GLM-4.7-Flash", ONLY_CPUS, has_int8_cache=False),
+    FamilySupport("mistral4", "Mistral Small 4, text-only checkpoints", ONLY_CPUS, has_int8_cache=False),
     FamilySupport("mixtral", "Mixtral 8x7B, 8x22B", ONLY_CPUS),
     FamilySupport("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", ONLY_CPUS),
     FamilySupport("qwen3_moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", ONLY_CPUS),
@@ -98,6 +96,9 @@ PRECISIONS = (
         (RUN, RUN, NOT_RUN, NOT_RUN),
     ),
     PrecisionSupport("8-bit float (e4m3)", "QUANT_TYPE=weight_only_fp8", ("quant_type", "weight_only_fp8")),
+    PrecisionSupport(
+        "8-bit float, activations too (CPUs: bfloat16)", "QUANT_TYPE=a8w8_fp8", ("quant_type", "a8w8_fp8")
+    ),
     PrecisionSupport("8-bit KV cache", "USE_CACHE_KV_INT8=1", ("int8_cache", True)),
 )
 

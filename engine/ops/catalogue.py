@@ -18,6 +18,7 @@ from engine.ops.declaration import LOGITS, Op, arrays, attributes, table
 
 LINEAR = "linear_ops.h"
 QUANTIZED = "quantized_linear.h"
+FP8 = ("linear_fp8", "linear_a8w8_fp8")
 BYTES = "y[t, n] = scale[n] · sum_k x[t, k] · weight[n, k] + bias[n]"
 
 
@@ -115,6 +116,20 @@ PLAIN = (  # of models without mixtures of experts
         weights=("weight", "scale"),
         header=LINEAR,
         cuda="fp8",
+        is_row_wise=False,
+    ),
+    op(
+        "linear_a8w8_fp8",
+        "x [T, K], weight u8 [N, K], scale [N, G], bias? [N]",
+        "y [T, N]",
+        formula="""`y[t, n] = sum_k a[t, k] · number[n, k] · scale[n, k // 128] + bias[n]` with `x` rounded to 8-bit
+        floats: `a` is `s · e4m3(x / s)`, nearest, ties to even, where `s` is the largest magnitude of the row, or of
+        its 128 columns where `G` is above 1, divided by 448. A GPU rounds them only where that is
+        faster.""",
+        requires=("G == 1 or G == (K + 127) // 128",),
+        weights=("weight", "scale"),
+        header=LINEAR,
+        cuda="a8w8_fp8",
         is_row_wise=False,
     ),
     op(
@@ -275,7 +290,10 @@ PLAIN = (  # of models without mixtures of experts
     *LATENT_OPS,
     *STATE_OPS,  # GPUs have no kernels for them yet
 )
-EXPORTED: tuple[Op, ...] = (*PLAIN, *mixture_ops([each for each in PLAIN if each.weights]))
+EXPORTED: tuple[Op, ...] = (
+    *PLAIN,
+    *mixture_ops([each for each in PLAIN if each.weights and each.name != "linear_a8w8_fp8"]),
+)
 OPS: dict[str, Op] = {each.name: each for each in EXPORTED}
 
 
@@ -287,7 +305,7 @@ def _gated(linear: Op) -> Op:
         outputs=arrays("y [T, N // 2]"),
         formula=f"`swiglu({linear.name}(..))`.",
         requires=(*linear.requires, "N % 2 == 0"),
-        header="" if linear.name == "linear_fp8" else "gated_linear.h",
+        header="" if linear.name in FP8 else "gated_linear.h",
         fuses=(linear.name, "swiglu"),
     )
 

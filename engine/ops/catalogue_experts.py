@@ -9,6 +9,7 @@ from engine.ops.declaration import Op, arrays, attributes
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 0, 1, 2  # scorings of `moe_route`
 SILU_GATE, GELU_GATE = 0, 1  # activations of `expert_gate_up`
+ON_GPUS = ("linear", "linear_fp8", "linear_int4")  # formats of experts that GPUs have kernels for
 
 ROUTE = Op(
     "moe_route",
@@ -33,6 +34,8 @@ ROUTE = Op(
         "0 < top_k and top_k <= top_groups * (E // num_groups)",
     ),
     header="moe_route.h",
+    cuda="routing",
+    is_row_wise=False,
 )
 ADD_GATED = Op(
     "add_gated",
@@ -42,6 +45,7 @@ ADD_GATED = Op(
     """`z = x + y / (1 + exp(−hidden · weight))`: the output of a token's experts plus that of the gated expert that
     all tokens share (Qwen2-MoE).""",
     header="add_gated.h",
+    cuda="routing",
 )
 
 
@@ -79,7 +83,8 @@ def _down(linear: Op) -> Op:
 
 def _of_experts(linear: Op) -> Op:
     """Return the linear op with what all ops of experts share. They are no linear layers that adapters could change."""
-    return replace(linear, ids_below=(("topk_ids", "num_experts"),), header="experts.h", cuda="", weights=())
+    cuda = "experts" if linear.name in ON_GPUS else ""
+    return replace(linear, ids_below=(("topk_ids", "num_experts"),), header="experts.h", cuda=cuda, weights=())
 
 
 def _stacked(linear: Op) -> tuple:

@@ -183,7 +183,7 @@ def to_fp8_rows(x: np.ndarray, *, is_blocked: bool) -> tuple[np.ndarray, np.ndar
         steps = np.abs(groups).max(axis=2, keepdims=True) / LARGEST_FP8
         quotients = groups / np.where(steps == 0, np.float32(1), steps)
         numbers = np.clip(quotients, -LARGEST_FP8, LARGEST_FP8).astype(ml_dtypes.float8_e4m3fn)
-    return numbers.view(np.uint8).reshape(len(x), -1)[:, :width], steps[..., 0]
+    return numbers.view(np.uint8).reshape(len(x), groups[0].size if len(x) else width)[:, :width], steps[..., 0]
 
 
 def rotary_angles(positions: np.ndarray, inv_freq: np.ndarray, *, attention_scaling: float) -> np.ndarray:

@@ -48,7 +48,10 @@ class Model:
         "none",
         "QUANT_TYPE",
         "matrices of an export with fewer bits (docs/ops.md); a model name's third part says it, too",
-        choices=("none", "weight_only_int8", "weight_only_int4", "weight_only_int4_g32", "a8w8", "weight_only_fp8"),
+        choices=(
+            *("none", "weight_only_int8", "weight_only_int4", "weight_only_int4_g32"),
+            *("a8w8", "weight_only_fp8", "a8w8_fp8"),
+        ),
     )
     hf_overrides: str = setting(
         "", "HF_OVERRIDES", "JSON object of what an export shall find in config.json instead of what is there"

@@ -11,7 +11,7 @@ from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.exporting.export import ExportOptions, export  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
-from engine.ops.cuda import fp8  # noqa: E402
+from engine.ops.cuda import a8w8_fp8, fp8, invariant  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, array, assert_close, distance, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.cuda.test_executor import SETTINGS, generate, golden  # noqa: E402
@@ -56,6 +56,40 @@ def test_products_are_those_of_the_definition(device, monkeypatch, is_blocked):
             assert_close(array(cuda.linear_fp8(*given)), wanted, tolerance)
             if columns % 2 == 0:
                 assert_close(array(cuda.gated_linear_fp8(*given)), reference.swiglu(wanted), tolerance)
+
+
+@pytest.mark.parametrize("ops", [a8w8_fp8, invariant], ids=["usual", "invariant"])
+@pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
+def test_products_of_rounded_activations_are_those_of_the_definition(device, ops, is_blocked):
+    """But for those of a few rows, which keep their bits unless BATCH_INVARIANT=1."""
+    rng = np.random.default_rng(0)
+    for num_rows, columns, width in [(0, 34, 70), (3, 50, 300), (66, 70, 1500), (70, 34, 70)]:
+        x, bias = floats(rng, num_rows, width), floats(rng, columns)
+        arrays = stored(rng, columns, width, is_blocked)
+        define = reference.linear_fp8 if ops is a8w8_fp8 and num_rows <= a8w8_fp8.FEW else reference.linear_a8w8_fp8
+        given = tensor(x, device), *packed(arrays, device), tensor(bias, device)
+        tolerance = 1e-3 if define is reference.linear_a8w8_fp8 and not IS_INTERPRETED else 4e-3
+        assert_close(array(ops.linear_a8w8_fp8(*given)), define(x, *arrays, bias), tolerance)
+        assert_close(array(ops.gated_linear_a8w8_fp8(*given)), reference.swiglu(define(x, *arrays, bias)), tolerance)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
+@pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
+def test_rounded_activations_of_16_bits_are_multiplied_in_every_tile(device, is_blocked):
+    """With the tiles of models. BATCH_INVARIANT=1: the rows of all numbers of rows have the same bits."""
+    rng = np.random.default_rng(0)
+    for columns, width in ((4096, 896), (10240, 1024)):
+        arrays = stored(rng, columns, width, is_blocked)
+        weight = packed(arrays, device)
+        x = from_bf16(to_bf16(floats(rng, 600, width)))
+        all_rows = invariant.linear_a8w8_fp8(tensor(x, device).bfloat16(), *weight)
+        for num_rows in (17, 64, 65, 200, 500):
+            given = tensor(x[:num_rows], device).bfloat16(), *weight
+            define = reference.linear_fp8 if num_rows <= a8w8_fp8.FEW else reference.linear_a8w8_fp8
+            assert distance(a8w8_fp8.linear_a8w8_fp8(*given), define(x[:num_rows], *arrays)) < BF16_STEP
+            assert torch.equal(invariant.linear_a8w8_fp8(*given), all_rows[:num_rows])
+        assert distance(all_rows, reference.linear_a8w8_fp8(x, *arrays)) < BF16_STEP
+        assert torch.equal(invariant.linear_a8w8_fp8(tensor(x[5:6], device).bfloat16(), *weight), all_rows[5:6])
 
 
 def test_a_device_that_does_not_know_8_bit_floats_has_bf16_in_their_place(device, monkeypatch):

@@ -41,8 +41,11 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> tuple[np.ndarray, list[
 def make_family(family: str, directory: Path, seed: int) -> tuple[dict[str, np.ndarray], float, int]:
     make_checkpoint(directory, family, seed)
     [architecture] = config_of(family)["architectures"]  # transformers does not know every model_type
-    model, info = getattr(transformers, architecture).from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+    network = getattr(transformers, architecture)
+    config = network.config_class.from_pretrained(directory)
+    config.model_type = network.config_class.model_type
+    model, info = network.from_pretrained(
+        directory, config=config, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     model.eval()

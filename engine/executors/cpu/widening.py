@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from engine.dtypes import from_fp8, held_as, to_bf16
 from engine.graph import Graph
 from engine.ops.catalogue import OPS
 
+log = logging.getLogger(__name__)
 AT_ONCE = 1 << 22  # elements
 
 
@@ -44,6 +46,8 @@ def widened(graph: Graph, params: Mapping[str, np.ndarray]) -> tuple[Graph, dict
     """Replace each op with a weight of 8-bit floats by the one with bfloat16.
 
     Return the new graph and its parameters, some of them `Widened`."""
+    if any(node.op == "linear_a8w8_fp8" for node in graph.nodes):
+        log.info("CPUs multiply by fp8 weights in bfloat16: activations are not rounded to fp8 as on a GPU")
     names = {value.id: name for name, value in graph.parameters.items()}
     kept: dict[str, np.ndarray | Widened] = dict(params)
     nodes = []
@@ -56,7 +60,7 @@ def widened(graph: Graph, params: Mapping[str, np.ndarray]) -> tuple[Graph, dict
             kept[numbers] = Widened(params[numbers], params[scales])
             del kept[scales]
             inputs = (*node.inputs[: at + 1], *node.inputs[at + 2 :])
-            node = replace(node, op=node.op.removesuffix("_fp8"), inputs=inputs)
+            node = replace(node, op=node.op.removesuffix("_fp8").removesuffix("_a8w8"), inputs=inputs)
         nodes.append(node)
     parameters = {name: value for name, value in graph.parameters.items() if name in kept}
     return replace(graph, nodes=tuple(nodes), parameters=parameters), kept

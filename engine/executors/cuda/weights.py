@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.graph import Graph, Value
 from engine.ops import cuda
+from engine.ops.catalogue import FP8
 
 CHUNK = 16 << 20  # bytes that each reader copies at a time
 NUM_READERS = 4  # a disk is faster with several requests in flight
@@ -38,7 +39,7 @@ def load(graph: Graph, params: Mapping[str, np.ndarray], device: torch.device) -
 def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Draw random matrices or codes and set norms to one, biases to zero. `constants` keep their values."""
     generator = torch.Generator(device).manual_seed(0)
-    floats = {node.inputs[1].id for node in graph.nodes if node.op == "linear_fp8" and node.inputs[1]}
+    floats = {node.inputs[1].id for node in graph.nodes if node.op in FP8 and node.inputs[1]}
     tensors = {}
     for name, value in graph.parameters.items():
         if name in constants:

@@ -39,18 +39,12 @@ def quantize(x: Tensor, *, is_blocked: bool) -> Fp8Rows:
     """Quantize the rows of x [T, K], with a scale for each row or, if `is_blocked`, for each 128 columns of a row."""
     rows = Fp8Rows.empty(x, *x.shape, is_blocked=is_blocked)
     if len(x):
-        blocks, warps = blocks_and_warps(rows)
+        num_blocks = rows.numbers.shape[1] // FP8_BLOCK
         _quantize[(len(x),)](
-            x, rows.numbers, rows.scale, x.shape[1], rows.numbers.shape[1] // FP8_BLOCK, is_blocked, blocks,
-            num_warps=warps, **PDL,
+            x, rows.numbers, rows.scale, x.shape[1], num_blocks, is_blocked, triton.next_power_of_2(num_blocks),
+            num_warps=4, **PDL,
         )  # fmt: skip
     return rows
-
-
-def blocks_and_warps(rows: Fp8Rows) -> tuple[int, int]:
-    """Return the blocks of a row rounded up to a power of two, and the warps of a program that quantizes one row."""
-    blocks = triton.next_power_of_2(rows.numbers.shape[1] // FP8_BLOCK)
-    return blocks, 4 if blocks <= 32 else 8 if blocks <= 64 else 16
 
 
 @kernel

@@ -47,6 +47,7 @@ class Tile(NamedTuple):
     columns: int
     rows: int
     words: int  # of a column, at a time
+    warps: int = 8
 
 
 class FewTile(NamedTuple):
@@ -58,6 +59,12 @@ class FewTile(NamedTuple):
     num_stages: int
 
 
+# By the most rows they are for: tiles for few columns, for more, for many.
+INT4_TILES = {
+    64: (Tile(128, 64, WORDS), Tile(64, 64, WORDS, 4), Tile(256, 64, WORDS)),
+    128: (Tile(64, 64, WORDS, 4), Tile(128, 64, WORDS), Tile(256, 128, HALF)),
+}
+MANY_INT4_TILES = Tile(128, 64, WORDS), Tile(128, 128, WORDS), Tile(256, 128, HALF)
 FEW_LINES = 16  # of 128 bytes, of each row of weights, that a program asks for before its inputs are there
 
 
@@ -149,9 +156,12 @@ def few_tile(columns: int, bits: int, *, is_gated: bool) -> FewTile:
 
 
 def many_tile(num_rows: int, columns: int, bits: int) -> Tile:
-    """As measured on an H200."""
+    """Return the fastest tile, as measured on an H200, for 4 bits on an H100."""
+    if bits == 4 and num_rows > 32:
+        tiles = next((tiles for most, tiles in INT4_TILES.items() if num_rows <= most), MANY_INT4_TILES)
+        return tiles[(columns > NARROW) + (columns >= WIDE)]
     if num_rows > 128 and columns >= WIDE:
-        return Tile(128, 256, HALF) if bits == 8 else Tile(256, 128, HALF)
+        return Tile(128, 256, HALF)
     return Tile(128, 32 if num_rows <= 32 else 64 if num_rows <= 64 else 128, WORDS)
 
 
@@ -183,11 +193,11 @@ def _launch(given: tuple[Tensor, Tensor], weight: Packed, bias: Tensor | None, o
     down, across = triton.cdiv(num_rows, large.rows), triton.cdiv(columns, large.columns)
     splits = num_splits(num_rows, down * across, words.shape[1], bits)
     sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
-    num_stages = 3 if zero is None or large.rows < 128 else 2  # an SM has no room for more
+    num_stages = 4 if large.warps == 4 else 3 if zero is None or large.rows < 128 else 2  # an SM has no room for more
     slice_words = min(large.words, words.shape[2]) * (1 + is_whole)
     many[(down, across, splits)](
         *inputs[:-1], sums, *sizes, *kind, large.columns, large.rows, splits, slice_words,
-        num_warps=8, num_stages=num_stages, **PDL,
+        num_warps=large.warps, num_stages=num_stages, **PDL,
     )  # fmt: skip
     if splits > 1:
         add_up[(triton.cdiv(out.numel(), ADDED),)](sums, out, out.numel(), splits, ADDED, **PDL)

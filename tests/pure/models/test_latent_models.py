@@ -35,13 +35,13 @@ def test_blocks_of_8_bit_floats_are_read_also_where_rows_are_in_another_order(tm
 
 def test_layers_that_only_draft_are_left_out(tmp_path):
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "glm4_moe_lite")
-    change_tensors(checkpoint, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": np.ones((64, 128))}))
-    with pytest.raises(ModelError, match="has tensor model.layers.4.eh_proj.weight, for which this model type has no"):
+    change_tensors(checkpoint, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": np.ones((64, 128))}))
+    with pytest.raises(ModelError, match="has tensor model.layers.3.eh_proj.weight, for which this model type has no"):
         export(checkpoint, tmp_path / "refused", ExportOptions())
     path = checkpoint / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
     export(checkpoint, tmp_path / "out", ExportOptions())
-    assert not any(name.startswith("layers.4.") for name in load(tmp_path / "out")[1])
+    assert not any(name.startswith("layers.3.") for name in load(tmp_path / "out")[1])
 
 
 def test_the_cache_has_one_row_per_position_on_every_rank(tmp_path):

@@ -100,6 +100,7 @@ def test_linear_of_floats_of_eight_bits_matches_reference(isa, groups):
     x, numbers = random(3, 200), np.arange(1000, dtype=np.int32).astype(np.uint8).reshape(5, 200) & 0xF7
     inputs = x, numbers, random(5, groups, seed=1), random(5, seed=2)
     assert_close(cpu.load(isa).linear_fp8(*inputs), reference.linear_fp8(*inputs), 1e-6)
+    assert_close(cpu.load(isa).linear_a8w8_fp8(*inputs), reference.linear_a8w8_fp8(*inputs), 1e-6)
 
 
 @pytest.mark.parametrize("op", OF_FEW_BITS)

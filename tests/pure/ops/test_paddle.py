@@ -66,6 +66,7 @@ CALLS = {
     "linear_int4 without zero": ((random(5, 12), CODES, to_bf16(random(7, 2)), None, random(7)), {}),
     "linear_fp8": ((random(5, 12), BYTES.view(np.uint8) + 40, random(7, 1), random(7)), {}),
     "linear_fp8 of blocks": ((random(2, 200), WIDE_BYTES, random(3, 2)), {}),
+    "linear_a8w8_fp8": ((random(2, 200), WIDE_BYTES, random(3, 2)), {}),
     "rotary_angles": ((i32(0, 5, 70), random(4)), {"attention_scaling": 1.2}),
     "swiglu": ((random(5, 12),), {}),
     "geglu": ((random(5, 12),), {}),

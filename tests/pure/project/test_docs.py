@@ -81,7 +81,7 @@ def test_every_tracked_top_level_entry_is_in_the_tree():
 def test_the_readme_is_a_front_door():
     """A stranger reads it to the end, and needs to know no other server."""
     readme = text_of("README.md")
-    assert len(readme.splitlines()) < 240
+    assert len(readme.splitlines()) < 245
     assert re.findall(r"predecessor|PaddleNLP|FastDeploy|\bFD_", readme) == []
 
 

@@ -1,0 +1,154 @@
+"""Products of tokens with the matrices of their experts, which are stacked along their rows.
+
+One token: each slot reads the rows of its expert (experts_few.py). More: slots are sorted by expert, and a program
+multiplies a tile of an expert's matrix by a tile of the slots of this expert. Grids follow from shapes alone: programs
+without slots end at once. The products of a token's experts are stored and then added up in the order of its slots.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.dtypes import FP8_BLOCK
+from engine.ops.cuda import experts_few, fp8, lowbit
+from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, combine, grouped
+from engine.ops.cuda.launch import PDL
+from engine.ops.cuda.routing import order_of
+
+FEW = 1  # tokens up to which slots are not sorted, for matrices that are not quantized
+ADDED = 1024  # columns of a program that adds up slots
+TOGETHER = 8  # tiles of slots that go over the same weights at a time
+LARGE = 4096  # slots from which products are stored in the type of the activations until they are added up
+PACKED_BY = {
+    **dict.fromkeys(("expert_gate_up_fp8", "expert_down_fp8"), fp8.pack),
+    **dict.fromkeys(("expert_gate_up_int4", "expert_down_int4"), lowbit.pack_int4),
+}
+
+
+class Tile(NamedTuple):
+    """Work of a program."""
+
+    slots: int
+    columns: int  # outputs; of the gate and of `up` together
+    depth: int  # inputs at a time
+    warps: int
+    stages: int
+
+
+class Stored(NamedTuple):
+    """The matrices of all experts, as the kernels read them."""
+
+    kind: int  # DENSE, FP8 or INT4
+    weight: Tensor  # [E * N, K], or packed words
+    scale: Tensor | None
+    zero: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, kind: int, arrays: tuple[Tensor | None, ...]) -> Stored:
+        """Take the arrays in the order of the catalogue. A device without 8-bit floats has bf16 in their place."""
+        weight, *others, bias = (*arrays, None) if len(arrays) == (1, 2, 3)[kind] else arrays
+        assert weight is not None
+        if kind == FP8 and weight.dim() == 2:
+            return cls(DENSE, weight, None, None, bias)
+        scale, zero, *_ = (*others, None, None)
+        return cls(kind, weight, scale, zero, bias)
+
+
+def gate_up(
+    kind: int, x: Tensor, topk_ids: Tensor, *arrays: Tensor | None, num_experts: int, is_invariant: bool, **act: Any
+) -> Tensor:
+    """Return the activations [T, top_k * F] of the experts of each row of x [T, K]."""
+    stored, (num_rows, top_k) = Stored.of(kind, arrays), topk_ids.shape
+    width = len(stored.weight) // num_experts // 2
+    out = x.new_empty(num_rows, top_k * width)
+    if stored.kind == DENSE and num_rows <= FEW and not is_invariant:
+        experts_few.gate_up(x, topk_ids, stored.weight, stored.bias, out, num_experts, **act)
+    else:
+        _grouped(x, topk_ids, stored, out.view(-1, width), num_experts, **act)
+    return out
+
+
+def down(
+    kind: int,
+    h: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *arrays: Tensor | None,
+    num_experts: int,
+    is_invariant: bool,
+) -> Tensor:
+    """Return the weighted sums [T, N] of the products of h [T, top_k * K] by the experts of each row."""
+    stored, (num_rows, top_k) = Stored.of(kind, arrays), topk_ids.shape
+    columns = len(stored.weight) // num_experts
+    out = h.new_empty(num_rows, columns)
+    if stored.kind == DENSE and num_rows <= FEW and not is_invariant:
+        experts_few.down(h, topk_ids, topk_weights, stored.weight, stored.bias, out, num_experts)
+    elif num_rows:
+        is_large = num_rows * top_k >= LARGE and not is_invariant
+        each = h.new_empty(num_rows * top_k, columns, dtype=h.dtype if is_large else torch.float32)
+        _grouped(h.view(num_rows * top_k, -1), topk_ids, stored, each, num_experts, weights=topk_weights)
+        grid = num_rows, triton.cdiv(columns, ADDED)
+        combine[grid](each, out, columns, top_k, ADDED, num_warps=4, **PDL)
+    return out
+
+
+def tile_for(num_slots: int, num_experts: int, kind: int, dtype: torch.dtype) -> Tile:
+    """Return the fastest tile for the number of slots that an expert has on average, as measured on an H100."""
+    depth = FP8_BLOCK if kind == FP8 else 4 * lowbit.WORDS if kind == INT4 else 64
+    if dtype == torch.float32:
+        return Tile(16, 32, depth, 4, 2)
+    average, stages = num_slots // num_experts, 4 if kind == DENSE else 3
+    if average <= 32:
+        return Tile(16 if average < 8 else 32, 64, max(depth, 128), 4, stages)
+    if average <= 128 or kind != DENSE:
+        return Tile(64, 128, depth, 4, stages)
+    return Tile(128, 256, depth, 8, 3)
+
+
+def _grouped(x: Tensor, topk_ids: Tensor, stored: Stored, out: Tensor, num_experts: int, **given: Any) -> None:
+    """Multiply the row of each slot, or with `weights` a row per slot, by the matrix of its expert: [slots, N]."""
+    num_slots, _width = topk_ids.numel(), x.shape[1]
+    if not num_slots:
+        return
+    weights = given.pop("weights", None)
+    launch(x, topk_ids, stored, out, tile_for(num_slots, num_experts, stored.kind, x.dtype), weights, given)
+
+
+def launch(
+    x: Tensor, topk_ids: Tensor, stored: Stored, out: Tensor, tile: Tile, weights: Tensor | None, act: dict[str, Any]
+) -> None:
+    """Launch the kernel with a tile. `act`: num_experts is not among them, the attributes of the activation are."""
+    num_slots, is_gated = topk_ids.numel(), weights is None
+    columns = out.shape[1]
+    num_experts = len(stored.weight) // (columns * (1 + is_gated))
+    order = order_of(topk_ids, num_experts)
+    num_blocks = num_slots // tile.slots + min(num_slots, num_experts)
+    across = triton.cdiv(columns, tile.columns // (1 + is_gated))
+    scale = stored.weight if stored.scale is None else stored.scale
+    is_blocked = stored.kind == FP8 and len(scale) > 1
+    activation = (act["activation"], act["limit"] > 0) if is_gated else (0, False)
+    numbers = (act["limit"], act["alpha"], act["offset"]) if is_gated else (0.0, 0.0, 0.0)
+    grouped[(num_blocks * across,)](
+        x, order.slots, order.starts, stored.weight, scale, scale if stored.zero is None else stored.zero,
+        scale if stored.bias is None else stored.bias, x if weights is None else weights, out, *numbers,
+        num_blocks, columns, x.shape[1], stored.weight.shape[1], num_experts, triton.next_power_of_2(num_experts + 1),
+        topk_ids.shape[1] if is_gated else 1, stored.kind, is_blocked, stored.zero is not None,
+        stored.bias is not None, is_gated, *activation, x.shape[1] % tile.depth == 0, tile.slots, tile.columns,
+        tile.depth, TOGETHER, num_warps=tile.warps, num_stages=tile.stages, **PDL,
+    )  # fmt: skip
+
+
+expert_gate_up = partial(gate_up, DENSE, is_invariant=False)
+expert_gate_up_fp8 = partial(gate_up, FP8, is_invariant=False)
+expert_gate_up_int4 = partial(gate_up, INT4, is_invariant=False)
+expert_down = partial(down, DENSE, is_invariant=False)
+expert_down_fp8 = partial(down, FP8, is_invariant=False)
+expert_down_int4 = partial(down, INT4, is_invariant=False)
+invariant_expert_gate_up = partial(gate_up, DENSE, is_invariant=True)
+invariant_expert_down = partial(down, DENSE, is_invariant=True)

@@ -1,0 +1,127 @@
+"""The kernels of experts.py for slots that are sorted by expert."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.ops.cuda.fp8_kernels import widened
+from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.lowbit_values import weights_of
+
+DENSE, FP8, INT4 = 0, 1, 2  # kinds of matrices
+IS_FP8, IS_INT4 = tl.constexpr(FP8), tl.constexpr(INT4)
+
+
+@kernel
+def grouped(
+    x, slots, starts, weight, scale, zero, bias, slot_weights, out, limit, alpha, offset,
+    num_blocks, columns, width, num_words, num_experts,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    IS_WHOLE: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Up to SLOTS slots of one expert times COLUMNS rows of its matrix; gated: half of them of the gate and half of
+    `up`, then the activation; otherwise times the weight of the slot. Slot s has row s // TOP_K of x."""
+    begin_next()
+    wait_for_inputs()
+    OWN: tl.constexpr = COLUMNS // (1 + IS_GATED)
+    across = tl.cdiv(columns, OWN)
+    group = tl.program_id(0) // (TOGETHER * across) * TOGETHER
+    size = tl.minimum(num_blocks - group, TOGETHER)
+    index = tl.program_id(0) % (TOGETHER * across)
+    expert, first, end = _block(starts, group + index % size, num_experts, EXPERTS, SLOTS)
+    if first < end:
+        m = first + tl.arange(0, SLOTS)
+        slot = tl.load(slots + tl.minimum(m, end - 1))
+        first_column = index // size * OWN
+        i = tl.arange(0, COLUMNS)
+        n = tl.minimum(first_column + i % OWN, columns - 1) + i // OWN * columns
+        count = columns * (1 + IS_GATED)
+        row = expert.to(tl.int64) * count + n
+        at_x = x + (slot // TOP_K).to(tl.int64)[:, None] * width
+        sums = _products(
+            at_x, weight, scale, zero, row, width, num_words, count.to(tl.int64) * num_experts,
+            KIND, IS_BLOCKED, HAS_ZERO, IS_WHOLE, SLOTS, COLUMNS, DEPTH,
+        )  # fmt: skip
+        if KIND == IS_FP8 and not IS_BLOCKED:
+            sums *= tl.load(scale + row)[:, None]
+        if HAS_BIAS:
+            sums += tl.load(bias + row).to(tl.float32)[:, None]
+        if IS_GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(sums, (2, OWN, SLOTS)), (1, 2, 0)))
+            sums = activated(gate, up, limit, alpha, offset, ACTIVATION, HAS_LIMIT)
+        else:
+            sums *= tl.load(slot_weights + slot)[None, :]
+        own = first_column + tl.arange(0, OWN)
+        at = out + slot.to(tl.int64)[None, :] * columns + own[:, None]
+        tl.store(at, sums, mask=(m < end)[None, :] & (own < columns)[:, None])
+
+
+@triton.jit
+def _block(starts, block, num_experts, EXPERTS: tl.constexpr, SLOTS: tl.constexpr):
+    """Return the expert of a block of slots, its first slot in the order, and the end of the slots of the expert."""
+    e = tl.arange(0, EXPERTS)
+    begins = tl.load(starts + tl.minimum(e, num_experts))
+    ends = tl.load(starts + tl.minimum(e + 1, num_experts))
+    blocks = (ends - begins + SLOTS - 1) // SLOTS
+    before = tl.cumsum(blocks, 0) - blocks
+    is_it = (before <= block) & (block < before + blocks)
+    expert = tl.sum(tl.where(is_it, e, 0), 0)
+    first = tl.sum(tl.where(is_it, begins + (block - before) * SLOTS, 0), 0)
+    return expert, first, tl.sum(tl.where(is_it, ends, 0), 0)
+
+
+@triton.jit
+def _products(
+    at_x, weight, scale, zero, row, width, num_words, num_rows,
+    KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr, IS_WHOLE: tl.constexpr,
+    SLOTS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Return the sums [COLUMNS, SLOTS] of these rows of the matrices. Packed ones have blocks of DEPTH inputs."""
+    k = tl.arange(0, DEPTH)
+    sums = tl.zeros([COLUMNS, SLOTS], tl.float32)
+    for start in range(0, width, DEPTH):
+        is_in = IS_WHOLE | (start + k < width)[None, :]
+        values = tl.load(at_x + start + k[None, :], mask=is_in, other=0)
+        if KIND == 0:
+            weights = tl.load(weight + row[:, None] * width + start + k[None, :], mask=is_in, other=0)
+            sums = tl.dot(weights, tl.trans(values), sums, input_precision="ieee")
+        else:
+            block = start // DEPTH
+            words = tl.load(weight + (row * num_words + block)[:, None] * 64 + tl.arange(0, 64)[None, :])
+            if KIND == IS_INT4:
+                weights = weights_of(words, scale, zero, block, row, num_rows, 4, False, HAS_ZERO)
+                sums = tl.dot(weights, tl.trans(values.to(weights.dtype)), sums, input_precision="ieee")
+            else:
+                weights = tl.reshape(tl.permute(tl.join(*widened(words)), (0, 2, 1)), (COLUMNS, DEPTH))
+                if IS_BLOCKED:
+                    part = tl.dot(weights, tl.trans(values.to(weights.dtype)), input_precision="ieee")
+                    sums += part * tl.load(scale + block * num_rows + row)[:, None]
+                else:
+                    sums = tl.dot(weights, tl.trans(values.to(weights.dtype)), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def activated(gate, up, limit, alpha, offset, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr):
+    """Return (up + offset) * gate * sigmoid(alpha * gate), or gelu(gate) * up with ACTIVATION 1."""
+    if HAS_LIMIT:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    if ACTIVATION == 1:
+        return up * gate / (1 + tl.exp(-1.59576912 * (gate + 0.044715 * gate * gate * gate)))
+    else:
+        return (up + offset) * gate / (1 + tl.exp(-alpha * gate))
+
+
+@kernel
+def combine(each, out, columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the slots of one token."""
+    begin_next()
+    wait_for_inputs()
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        sums += tl.load(each + (row * TOP_K + slot) * columns + n, mask=n < columns, other=0).to(tl.float32)
+    tl.store(out + row * columns + n, sums, mask=n < columns)

@@ -1,0 +1,181 @@
+"""Mixtures of experts on the GPU: routing and products against their definitions."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
+
+from engine.dtypes import FP8_BLOCK, from_bf16, from_fp8, to_bf16  # noqa: E402
+from engine.models.quantize import to_int4  # noqa: E402
+from engine.ops import cuda, reference  # noqa: E402
+from engine.ops.cuda import experts, invariant, routing  # noqa: E402
+from tests.cuda.arrays import BF16_STEP, array, assert_close, distance, floats, tensor  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{what} encountered") for what in ("overflow", "invalid value")]
+ROUTE = {
+    **{"top_k": 3, "scoring": 0, "num_groups": 1, "top_groups": 1, "group_best": 1, "renormalize": 0},
+    **{"epsilon": 0.0, "minimum": 0.0, "factor": 1.0},
+}
+ROUTES = {
+    "softmax": {"renormalize": 1},
+    "softmax, not renormalized": {"factor": 2.5, "top_k": 1},
+    "sigmoid in groups by two": {"scoring": 1, "num_groups": 4, "top_groups": 2, "group_best": 2, "renormalize": 1},
+    "softmax in groups by the largest": {"num_groups": 3, "top_groups": 1, "factor": 16.0, "top_k": 4},
+    "softmax of the chosen": {"scoring": 2},
+    "a minimum": {"renormalize": 1, "minimum": 10.0, "epsilon": 1e-20, "scoring": 1},
+}
+SILU = {"activation": 0, "limit": 0.0, "alpha": 1.0, "offset": 0.0}
+GELU, CLAMPED = {**SILU, "activation": 1}, {"activation": 0, "limit": 0.5, "alpha": 1.702, "offset": 1.0}
+
+
+@pytest.mark.parametrize("ops", [cuda, invariant], ids=["usual", "invariant"])
+@pytest.mark.parametrize("case", ROUTES)
+def test_routes_are_those_of_the_definition(device, case, ops):
+    """With negative biases of the choice, equal experts, and tokens without a finite logit."""
+    rng = np.random.default_rng(0)
+    attributes = {**ROUTE, **ROUTES[case]}
+    for num_rows, width in ((1, 40), (21, 100)):
+        x, weight, bias = floats(rng, num_rows, width), floats(rng, 24, width), floats(rng, 24)
+        weight[5], bias[5] = weight[2], bias[2]  # a tie
+        weight[12:14], bias[12:14] = weight[11], bias[11]
+        choice_bias = floats(rng, 24) * 0.2 - 1
+        choice_bias[[5, 12, 13]] = choice_bias[[2, 11, 11]]
+        for given in ((bias, choice_bias), (None, None)):
+            expected_ids, expected = reference.moe_route(x, weight, *given, **attributes)
+            found = ops.moe_route(*[tensor(each, device) for each in (x, weight, *given)], **attributes)
+            assert np.array_equal(array(found[0]), expected_ids)
+            assert_close(array(found[1]), expected, 1e-5)
+
+
+def test_a_token_that_is_not_finite_has_experts_nevertheless(device):
+    rng = np.random.default_rng(0)
+    x = floats(rng, 2, 40)
+    x[0, 3] = np.nan
+    ids, _ = cuda.moe_route(tensor(x, device), tensor(floats(rng, 24, 40), device), **ROUTE)
+    assert array(ids)[0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("count", [1, 700, 5000])
+def test_slots_are_sorted_by_expert(device, count):
+    ids = np.random.default_rng(0).integers(0, 30, (count, 1)).astype(np.int32)
+    found = routing.order_of(tensor(ids, device), 31)
+    assert array(found.slots).tolist() == np.argsort(ids[:, 0], kind="stable").tolist()
+    assert array(found.starts).tolist() == [int((ids < expert).sum()) for expert in range(32)]
+
+
+def stacked(kind, rng, num_experts, columns, width):
+    """As the catalogue has it."""
+    matrix = floats(rng, num_experts * columns, width) / np.sqrt(width, dtype=np.float32)
+    if kind == "int4":
+        codes, scale = to_int4(matrix)
+        return codes, scale, to_bf16(rng.integers(0, 16, scale.shape).astype(np.float32))
+    if kind.startswith("fp8"):
+        numbers = rng.integers(0, 256, matrix.shape, np.uint8)
+        numbers[numbers & 127 == 127] = 0
+        groups = -(-width // FP8_BLOCK) if "blocks" in kind else 1
+        return numbers, rng.uniform(1e-3, 4e-3, (len(matrix), groups)).astype(np.float32) / np.float32(width**0.5)
+    return (matrix,)
+
+
+def packed(kind, arrays, device, dtype=None):
+    given = [tensor(each, device, dtype if kind == "dense" else None) for each in arrays]
+    pack = experts.PACKED_BY.get(op_of("expert_down", kind))
+    return given if pack is None else list(pack(*given))[: len(arrays)]
+
+
+def op_of(name, kind):
+    return name if kind == "dense" else f"{name}_{kind.split()[0]}"
+
+
+KINDS = ["dense", "fp8", "fp8 by blocks", "int4"]
+SHAPES = [(1, 3), (3, 3), (5, 2), (40, 3)]  # tokens and experts of each
+
+
+@pytest.mark.parametrize("act", [SILU, GELU, CLAMPED], ids=["silu", "gelu", "clamped"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_experts_are_those_of_the_definition(device, kind, act):
+    """Sizes that are multiples of nothing; an expert without slots; more slots than fit into a tile."""
+    rng = np.random.default_rng(0)
+    num_experts, width, inner = 5, 300, 44
+    for num_rows, top_k in SHAPES if act is SILU else SHAPES[1:2]:
+        ids = np.argsort(rng.random((num_rows, num_experts - 1)), axis=1)[:, :top_k].astype(np.int32)
+        weights = rng.random((num_rows, top_k)).astype(np.float32)
+        x, h = (
+            from_bf16(to_bf16(floats(rng, num_rows, width))),
+            from_bf16(to_bf16(floats(rng, num_rows, top_k * inner))),
+        )
+        up, down = stacked(kind, rng, num_experts, 2 * inner, width), stacked(kind, rng, num_experts, width, inner)
+        up_bias, down_bias = floats(rng, num_experts * 2 * inner), floats(rng, num_experts * width)
+        for is_biased in (False, True):
+            biases = [(each,) if is_biased else () for each in (up_bias, down_bias)]
+            names = [op_of(name, kind) for name in ("expert_gate_up", "expert_down")]
+            expected = definition(kind).gate_up(x, ids, *up, *biases[0], num_experts=num_experts, **act)
+            given = tensor(x, device), tensor(ids, device), *packed(kind, up, device)
+            found = getattr(cuda, names[0])(
+                *given, *[tensor(b, device) for b in biases[0]], num_experts=num_experts, **act
+            )
+            assert_close(array(found), expected, 1e-2 if not IS_INTERPRETED and kind != "dense" else 1e-4)
+            expected = definition(kind).down(h, ids, weights, *down, *biases[1], num_experts=num_experts)
+            given = tensor(h, device), tensor(ids, device), tensor(weights, device), *packed(kind, down, device)
+            found = getattr(cuda, names[1])(*given, *[tensor(b, device) for b in biases[1]], num_experts=num_experts)
+            assert_close(array(found), expected, 1e-2 if not IS_INTERPRETED and kind != "dense" else 1e-4)
+
+
+class definition:
+    """The definition of a kind, without the rounding of activations to few bits, which GPUs do not do."""
+
+    def __init__(self, kind):
+        def int4(x, codes, scale, zero=None, bias=None):
+            return reference.linear(x, reference.int4_values(codes, scale, zero)[:, : x.shape[1]], bias)
+
+        def fp8(x, numbers, scale, bias=None):
+            return reference.linear(x, from_fp8(numbers, scale), bias)
+
+        product = {"dense": reference.linear, "int4": int4}.get(kind, fp8)
+        self.gate_up, self.down = reference.expert_ops(product)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_16_bits_are_right_in_every_tile(device, kind):
+    """Numbers of tokens for each way of sharing the work. BATCH_INVARIANT=1: a token has the same bits in all."""
+    rng = np.random.default_rng(0)
+    num_experts, top_k, width, inner = 16, 4, 512, 256
+    up = packed(kind, up_arrays := stacked(kind, rng, num_experts, 2 * inner, width), device, torch.bfloat16)
+    down = packed(kind, down_arrays := stacked(kind, rng, num_experts, width, inner), device, torch.bfloat16)
+    as_stored = [from_bf16(to_bf16(each[0])) if kind == "dense" else each[0] for each in (up_arrays, down_arrays)]
+    most = 1200
+    x, h = (from_bf16(to_bf16(floats(rng, most, n))) for n in (width, top_k * inner))
+    ids = np.argsort(rng.random((most, num_experts)), axis=1)[:, :top_k].astype(np.int32)
+    weights = rng.random((most, top_k)).astype(np.float32)
+    names = [op_of(name, kind) for name in ("expert_gate_up", "expert_down")]
+    whole = None
+    for num_rows in (most, 1, 4, 5, 17, 64, 300):
+        part = slice(num_rows)
+        for ops in (cuda, invariant):
+            if ops is invariant and kind != "dense":
+                continue
+            given = tensor(x[part], device).bfloat16(), tensor(ids[part], device)
+            first = getattr(ops, names[0])(*given, *up, num_experts=num_experts, **SILU)
+            given = tensor(h[part], device).bfloat16(), given[1], tensor(weights[part], device)
+            second = getattr(ops, names[1])(*given, *down, num_experts=num_experts)
+            if ops is invariant:
+                whole = whole or (first, second)
+                assert torch.equal(first, whole[0][part]) and torch.equal(second, whole[1][part])
+        if num_rows > 64:
+            continue  # the definition takes long
+        defined = definition(kind)
+        expected = defined.gate_up(x[part], ids[part], as_stored[0], *up_arrays[1:], num_experts=num_experts, **SILU)
+        assert distance(first, expected) < BF16_STEP
+        expected = defined.down(
+            h[part], ids[part], weights[part], as_stored[1], *down_arrays[1:], num_experts=num_experts
+        )
+        assert distance(second, expected) < BF16_STEP
+
+
+def test_a_gated_expert_of_all_tokens_is_added(device):
+    rng = np.random.default_rng(0)
+    arrays = floats(rng, 3, 70), floats(rng, 3, 70), floats(rng, 3, 200), floats(rng, 1, 200)
+    expected = reference.add_gated(*arrays[:3], arrays[3].reshape(-1))
+    assert_close(array(cuda.add_gated(*[tensor(each, device) for each in arrays])), expected, 1e-5)
