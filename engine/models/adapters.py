@@ -108,6 +108,8 @@ def _read_adapter(
         tensors = _tensors(weights)
         form = rank, scale, dtype
         pairs = [pair for linear in found_in(network, Linear) for pair in _pairs_of(linear, tensors, form)]
+        if of_experts := [name for name in tensors if ".experts." in name]:
+            raise AdapterError(f"{WEIGHTS} has tensor {min(of_experts)}: adapters of experts are not supported")
         if tensors:
             more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
             raise AdapterError(f"{WEIGHTS} has tensor {min(tensors)}{more}, for which the model has no place")

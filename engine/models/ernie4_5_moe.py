@@ -24,6 +24,9 @@ class Ernie45Moe(Ernie45):
         own = {"has_rotary_pairs": True, "use_bias": bool(keys.get("use_bias")), "mixture": _mixture(keys)}
         return read_decoder(cls, {**DEFAULTS, **keys}, own)
 
+    def ignores(self, tensor: str) -> bool:
+        return tensor.startswith("model.mtp_")  # layers that only draft
+
 
 def _mixture(keys: Mapping[str, Any]) -> MixtureConfig:
     size, num_shared = whole_number(keys, "moe_intermediate_size", 1536), keys.get("moe_num_shared_experts", 2)

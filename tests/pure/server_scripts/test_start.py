@@ -206,12 +206,12 @@ def test_a_quantization_that_is_not_built_is_refused_before_anything_is_fetched(
 
 def test_an_architecture_that_is_not_built_is_refused_before_its_weights_are_fetched(server):
     with ModelServer() as hub:
-        hub.add_repo("org/model", {"config.json": b'{"model_type": "mixtral"}', "model.safetensors": b"weights"})
+        hub.add_repo("org/model", {"config.json": b'{"model_type": "bloom"}', "model.safetensors": b"weights"})
         server.env["HF_ENDPOINT"] = hub.url
         done = server.command("start_server", "org/model")
         assert not any("safetensors" in path for _, path, _ in hub.requests)
     assert done.returncode == 1
-    assert "failed: fetching org/model: config.json: model_type is 'mixtral', supported are llama" in done.stdout
+    assert "failed: fetching org/model: config.json: model_type is 'bloom', supported are llama" in done.stdout
 
 
 def test_a_second_start_says_what_runs(server, tmp_path):
