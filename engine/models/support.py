@@ -97,7 +97,10 @@ PRECISIONS = (
     ),
     PrecisionSupport("8-bit float (e4m3)", "QUANT_TYPE=weight_only_fp8", ("quant_type", "weight_only_fp8")),
     PrecisionSupport(
-        "8-bit float, activations too (CPUs: bfloat16)", "QUANT_TYPE=a8w8_fp8", ("quant_type", "a8w8_fp8")
+        "8-bit float, activations too (CPUs: bfloat16)",
+        "QUANT_TYPE=a8w8_fp8",
+        ("quant_type", "a8w8_fp8"),
+        (RUN, RUN, NOT_RUN, NOT_RUN),
     ),
     PrecisionSupport("8-bit KV cache", "USE_CACHE_KV_INT8=1", ("int8_cache", True)),
 )

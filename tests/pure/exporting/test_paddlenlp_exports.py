@@ -154,7 +154,7 @@ def in_programs(old, new, ranks=(0, 1)):
             "quant_type 'a8w8', read are none, weight_only_int8, weight_only_int4: .* and QUANT_TYPE=a8w8$",
         ),
         (set_keys(quant_type="a8w8c8"), "and QUANT_TYPE=a8w8, USE_CACHE_KV_INT8=1$"),
-        (set_keys(quant_type="a8w8_fp8"), r"and QUANT_TYPE=weight_only_fp8 \(on a GPU\)$"),
+        (set_keys(quant_type="a8w8_fp8"), "and QUANT_TYPE=a8w8_fp8$"),
         (set_keys(quant_type=["int8"]), r"quant_type \['int8'\], read are none"),
         # what config.json does not say, the names of the parameters do
         (in_programs("fuseqwen2.", "fusemixtral."), "rank_0/model.json is a PaddleNLP export of 'mixtral'"),

@@ -23,7 +23,13 @@ ROOT = Path(__file__).parents[3]
 PROMPT = list(range(3, 11))
 # Mean difference of a log-probability from float32, as a share of their standard deviation, in models of 64 channels.
 LARGEST_ERROR = {"float32": 0.0, "bfloat16": 0.03, "weight_only_int8": 0.08, "a8w8": 0.08}
-LARGEST_ERROR |= {"weight_only_int4": 0.5, "weight_only_int4_g32": 0.5, "weight_only_fp8": 0.2, True: 0.03}
+LARGEST_ERROR |= {
+    "weight_only_int4": 0.5,
+    "weight_only_int4_g32": 0.5,
+    "weight_only_fp8": 0.2,
+    "a8w8_fp8": 0.2,
+    True: 0.03,
+}
 ON_CPUS = [each for each in support.PRECISIONS if each.devices[0] == RUN]
 [INT8] = [each for each in ON_CPUS if each.option[1] == "weight_only_int8"]
 QUICK = [*((name, INT8) for name in FAMILIES), *(("gemma3_text", each) for each in ON_CPUS if each is not INT8)]

@@ -198,10 +198,10 @@ def test_a_setting_that_does_not_fit_the_model_is_status_2_before_anything_is_st
 def test_a_quantization_that_is_not_built_is_refused_before_anything_is_fetched(server):
     with ModelServer() as hub:
         server.env["HF_ENDPOINT"] = hub.url
-        done = server.command("start_server", "org/model/a8w8_fp8")
+        done = server.command("start_server", "org/model/a8w8_fp8_wint4")
         assert hub.requests == []
     assert done.returncode == 2
-    assert "the name asks for a8w8_fp8, exporting as that is not supported yet" in done.stderr
+    assert "the name asks for a8w8_fp8_wint4, exporting as that is not supported yet" in done.stderr
 
 
 def test_an_architecture_that_is_not_built_is_refused_before_its_weights_are_fetched(server):
