@@ -87,6 +87,7 @@ def test_requests_of_the_model_and_of_two_adapters_are_answered_together_as_alon
 def test_adapters_come_and_go_while_others_and_their_own_answers_stream(server, client):
     expected = {model: Answer(client, model).whole() for model in ("default", "one")}
     running = [(model, Answer(client, model)) for model in ("default", "one")]
+    wait_until(lambda: all(answer.text for _, answer in running))  # the adapter is unloaded while it is in use
     load(server, "three")
     with pytest.raises(Exception, match="HTTP Error 400"):
         load(server, "two")  # MAX_LORAS
