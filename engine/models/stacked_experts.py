@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from engine.models.fp4 import mxfp4_values
 from engine.models.keys import ModelError
 from engine.models.stored import Stored, slices
 
 log = logging.getLogger(__name__)
 
-MXFP4_SIZES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of e2m1; codes from 8 on are negative
-MXFP4_VALUES = np.array([*MXFP4_SIZES, *(-size for size in MXFP4_SIZES)], np.float32)
-MXFP4_BIAS = 127  # of the exponents of scales
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -63,11 +61,7 @@ class Mxfp4:
 
     def __getitem__(self, key: Any) -> np.ndarray:
         experts, rows, columns = slices(key, self.get_shape())
-        blocks = self.blocks[experts, rows]
-        codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
-        exponents = self.scales[experts, rows].astype(np.int32) - MXFP4_BIAS
-        values = np.ldexp(MXFP4_VALUES[codes], exponents[..., None]).astype(np.float32)
-        return values.reshape(*values.shape[:2], -1)[..., columns]
+        return mxfp4_values(self.blocks[experts, rows], self.scales[experts, rows])[..., columns]
 
 
 def with_single_experts(keys: Mapping[str, Any], tensors: dict[str, Stored]) -> dict[str, Stored]:

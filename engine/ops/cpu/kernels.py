@@ -61,7 +61,7 @@ class CpuOps:
             raise GroupError(trouble.decode())
 
     def packed_bytes(self, op: str, shape: tuple[int, ...], itemsize: int, num_matrices: int = 1) -> int:
-        """Of what `op` multiplies with, in the order in which that is read fastest; 0 where it is read as it is.
+        """Return the bytes of a packed weight of `op`, or 0 if `op` reads the weight as it is stored.
 
         The rows are those of `num_matrices` matrices, each of which is packed by itself."""
         rows, width = shape[0] // num_matrices, shape[1]
