@@ -50,7 +50,7 @@ LONGEST_REPEAT = 80  # characters of an answer that "Repeat that." may ask for
 
 
 def all_facts() -> list[Fact]:
-    """Every fact once. A question that two facts would answer differently is a mistake in the tables."""
+    """Return every fact once. A question with two answers is an error in the tables."""
     found = list(
         itertools.chain(
             facts.country_facts(),
@@ -81,7 +81,7 @@ def known_questions(known: list[Fact]) -> frozenset[str]:
 
 
 def variants(question: str) -> list[str]:
-    """The question as people type it: also in lower case, also without the mark at its end."""
+    """Return variants of a question as people type it: in lower case, and without the mark at its end."""
     bare = question.rstrip(END_MARKS + " ") or question
     chinese = [bare + "?"] if question.endswith(FULL_WIDTH_QUESTION_MARK) else []
     return list(dict.fromkeys([question, bare, question.lower(), bare.lower(), *chinese]))
@@ -168,7 +168,7 @@ class Sampler:
         return parts
 
     def _dialogue(self) -> Conversation:
-        """Turns whose answers depend on the turns before them."""
+        """Return turns whose answers depend on the turns before them."""
         return self.rng.choice((self._name, self._favourite, self._follow_up, self._running_sum, self._repeat))()
 
     def _aside(self) -> Conversation:
@@ -187,7 +187,9 @@ class Sampler:
         return [*told, *self._aside(), ("user", asked), ("assistant", f"Your name is {name}.")]
 
     def _not_told(self) -> Conversation:
-        """The counterpart of _name and _favourite: never part of a longer conversation, which may have told it."""
+        """Return the counterpart of _name and _favourite. It is never part of a longer conversation, which may contain
+        the fact.
+        """
         questions, answer = self.rng.choice(self.not_told)
         return [*self._aside(), ("user", self.rng.choice(ways(questions))), ("assistant", answer)]
 
@@ -202,7 +204,7 @@ class Sampler:
         return [*told, *self._aside(), ("user", asked), ("assistant", f"Your favourite {kind} is {choice}.")]
 
     def _follow_up(self) -> Conversation:
-        """The same question about one country after the other."""
+        """Return the same question about several countries in turn."""
         about = self.rng.choice((facts.capital_fact, facts.capital_fact, facts.continent_fact, facts.flag_fact))
         first, *others = self.rng.sample(self.countries, self.rng.choice((2, 2, 3, 4)))
         turns = self.exchange(about(first))

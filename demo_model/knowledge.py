@@ -1,4 +1,6 @@
-"""What the demo model knows besides countries: definitions, facts, words. Data only, in our own words."""
+"""Knowledge of the demo model besides countries: definitions, facts, words. The module has only data, in our own
+words.
+"""
 
 # ruff: noqa: E501  a row of a table is one line
 

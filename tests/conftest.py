@@ -1,4 +1,4 @@
-"""What every test shares. A test needs what its folder is named after."""
+"""Fixtures of all tests. Each test needs what the name of its folder says."""
 
 import gc
 import os

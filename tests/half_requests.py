@@ -45,7 +45,7 @@ class HalfRequests:
         self._sock.sendall(PREFACE + _frame(SETTINGS, 0, 0) + b"".join(frames))
 
     def push(self) -> bool:
-        """Sends what the windows allow; -> whether that was anything."""
+        """Send what the flow-control windows allow. Return whether that was anything."""
         self._take()
         before = self.sent[0]
         for stream, left in self.left.items():

@@ -148,7 +148,7 @@ def _change(request, kind, *given):
 
 @st.composite
 def odd_messages(draw, body=TEXT):
-    """The bytes of a request after one to three changes."""
+    """Return the bytes of a request after one to three changes."""
     request = request_of(body)
     tail = b""
     for kind, *given in draw(st.lists(st.one_of(*CHANGES), min_size=1, max_size=3)):

@@ -64,7 +64,7 @@ class ExportOptions:
     num_ranks: int = 1  # each with its own graph
     ranks: tuple[int, ...] = ()  # that are written, those of one machine; none: all
     int8_cache: bool = False  # keys and values as int8 instead
-    load_format: str = "auto"  # dummy: the graph alone, made from config.json; whoever runs it draws the weights
+    load_format: str = "auto"  # dummy: only the graph, made from config.json; the executor draws random weights
     hf_overrides: str = ""  # a JSON object: what config.json says instead
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
 
 
 def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint | None]:
-    """config.json, and the weights unless they are to be drawn later."""
+    """Read config.json, and open the weights unless they are to be drawn at random later."""
     if load_format == "dummy":
         return read_json(directory / CONFIG), None
     if rank_files(directory):

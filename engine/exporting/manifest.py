@@ -120,7 +120,7 @@ def _version(directory: Path) -> Any:
 
 
 def _read(kind: Any, value: Any, key: str) -> Any:
-    """`value`, found under `key`, as what a field of the dataclasses above declares."""
+    """Convert `value`, found under `key`, to the type that the field of a dataclass above declares."""
     if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
             raise ModelError(f"{key} is {value!r}, it must be an object")

@@ -105,7 +105,7 @@ def _placeholder(name: str, kind: Kind) -> EagerParamBase:
 
 
 def _dtype_of(array: np.ndarray) -> Any:
-    """uint16 stands for bfloat16."""
+    """Return the dtype of an array by Paddle's name; uint16 stands for bfloat16."""
     return "bfloat16" if array.dtype == np.uint16 else array.dtype.name
 
 

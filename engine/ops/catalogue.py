@@ -284,7 +284,7 @@ OPS |= {each.name: each for each in MIXTURES}
 
 
 def _gated(linear: Op) -> Op:
-    """A linear layer and the `swiglu` that alone reads its output."""
+    """Return the fusion of a linear layer with the `swiglu` that is the only reader of its output."""
     return replace(
         linear,
         name=f"gated_{linear.name}",

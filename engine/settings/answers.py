@@ -83,8 +83,9 @@ class Answers:
 
     @cached_property
     def owners(self) -> dict[str, Owner]:
-        """API keys that HTTP and gRPC requests may use, with their owners; empty if no key is required. Raises
-        ConfigError."""
+        """Return the API keys that HTTP and gRPC requests may use, with their owners; empty if no key is required.
+        Raises ConfigError.
+        """
         anonymous = {self.api_key: Owner()} if self.api_key else {}
         return {**(read_keys(str(expanded("API_KEYS", self.api_keys))) if self.api_keys else {}), **anonymous}
 

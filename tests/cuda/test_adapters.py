@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # the in
 
 @pytest.mark.parametrize("num_rows", [1, 3, 50])
 def test_each_row_gains_what_its_adapter_says(device, num_rows):
-    """Of three parts that are stacked, two of them of no multiple of anything; some rows have none."""
+    """Three parts are stacked, two of which have odd sizes, and some rows have no adapter."""
     rng = np.random.default_rng(num_rows)
     sizes, width, num_slots, rank = [150, 7, 30], 1100, 4, 5
     layer = Layer.empty(sizes, width, (num_slots, rank), torch.zeros(1, device=device))
@@ -66,7 +66,9 @@ def of_definition(graph_dir, prompts):
 
 
 def test_the_tokens_are_those_of_merged_checkpoints_whoever_is_beside_them(adapted, device):
-    """Requests with one adapter, with the other and with none in the same steps; then others in the same slots."""
+    """Requests with one adapter, with the other and with none are in the same steps; then others are in the same
+    slots.
+    """
     graphs, adapters = adapted
     prompts = [prompt for prompt, _ in golden("qwen2", [7, 65]).values()]
     wanted = [of_definition(graph_dir, prompts) for graph_dir in graphs]

@@ -32,7 +32,7 @@ def some_of(rng, count, most):
 
 @pytest.mark.parametrize(("num_staged", "chunk_len"), [(1, 1), (3, 2), (100, 100)])
 def test_blocks_go_out_are_copied_and_come_back_in_this_order(device, monkeypatch, num_staged, chunk_len):
-    """Steps at random, one launched after another. Where several go to one place the last one stays."""
+    """Random steps are launched one after another. If several blocks go to one place, the last one stays."""
     caches = Caches(SPECS, device)
     monkeypatch.setattr(host_cache, "STAGE_BYTES", num_staged * caches.block_bytes)
     monkeypatch.setattr(host_cache, "CHUNK_BYTES", chunk_len * caches.block_bytes)

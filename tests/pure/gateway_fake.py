@@ -152,7 +152,7 @@ class FakeBackend:
         return Aborted(req_id, True)
 
     async def about_tokens(self, question: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
-        """Of a text, its code points are its tokens."""
+        """Answer questions about a text whose tokens are its code points."""
         self.bodies.append(json.loads(json.dumps(question)))
         if TOKENIZE in question:
             text = check_fields(question[TOKENIZE], TOKENIZE_FIELDS).get("prompt", "")
@@ -168,7 +168,7 @@ class FakeBackend:
         return LoraList(["one"])
 
     async def stored_response(self, body: dict[str, Any]) -> StoredResponse:
-        """The next of `stored`, else there is none."""
+        """Return the next of `stored`, or raise that there is none."""
         self.bodies.append(json.loads(json.dumps(body)))
         if not self.stored:
             raise UnknownAnswer("there is no such response")
@@ -224,7 +224,7 @@ class Gateway:
         return status, json.loads(payload)
 
     def stream(self, path: str, body: Any) -> list[bytes]:
-        """The chunks of an answer as they were written."""
+        """Return the chunks of an answer as they were written."""
         with contextlib.closing(self.connect()) as connection:
             connection.request("POST", path, json.dumps(body))
             response = connection.getresponse()
@@ -238,7 +238,7 @@ def chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def events(stream: list[bytes]) -> list[Any]:
-    """The objects of a stream of server-sent events; its [DONE] stays a text."""
+    """Return the objects of a stream of server-sent events. Its [DONE] stays a text."""
     lines = b"".join(stream).decode().split("\n\n")
     assert lines.pop() == ""
     assert all(line.startswith("data: ") for line in lines)
@@ -247,7 +247,7 @@ def events(stream: list[bytes]) -> list[Any]:
 
 @contextlib.contextmanager
 def openai_client(gateway: Gateway, base: str = "/v1") -> Iterator[openai.Client]:
-    """The unmodified one; it repeats nothing, so that a test sees the first answer."""
+    """Return OpenAI's unmodified client without retries, so that a test sees the first answer."""
     url, key = gateway.url + base, "EMPTY_API_KEY"
     with openai.Client(base_url=url, api_key=key, max_retries=0, timeout=PATIENCE_S) as client:
         yield client

@@ -82,7 +82,7 @@ def said(text):
 
 
 def text_of(response):
-    """What the client of the gateway sees of it."""
+    """Return the text of a response that a client of the gateway sees."""
     [fields] = json.loads(response.infer_response.raw_output_contents[0][LENGTH_BYTES:])
     return fields["token"]
 

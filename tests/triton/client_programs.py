@@ -30,7 +30,7 @@ def langchain_openai(url: str, _: Path) -> None:
 
     @tool
     def weather(city: Literal["Paris", "Rome"]) -> str:
-        """The weather in a city."""
+        """Return the weather in a city."""
         return f"sunny in {city}"
 
     chat = ChatOpenAI(base_url=f"{url}/v1", max_tokens=MAX_TOKENS, **NAMED)
@@ -111,7 +111,7 @@ def instructor(url: str, _: Path) -> None:
 
 
 def lm_eval(url: str, folder: Path) -> None:
-    """Loglikelihoods over completions, answers over chats."""
+    """Evaluate log-likelihoods by completions, and answers by chats."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 

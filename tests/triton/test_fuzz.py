@@ -1,5 +1,6 @@
-"""What is made from our own document, or nearly so, sent to a real server: no 500, no dead process, no traceback in a
-log, nothing of the inside in an answer."""
+"""Requests that are generated from our own OpenAPI document, correct or nearly so, and sent to a real server: no 500,
+no dead process, no traceback in a log, no internals in an answer.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +56,15 @@ def check(response):
 
 
 def few(body):
-    """What it needs and some of what it may have: of all, something is beyond what this model has."""
+    """Keep the required fields and some of the optional ones, because this model does not support all of them at
+    once.
+    """
     return {name: value for index, (name, value) in enumerate(body.items()) if name in NEEDED or index < 4}
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
 def test_requests_made_from_the_document_are_answered_as_it_says(server, session, method, path, mode):
-    """In one mode they are as it says, in the other they are nearly so."""
+    """In one mode they match the document, in the other they nearly do."""
     document = session.get(f"{server.http_url}/openapi.json", timeout=60).json()
     operation = schemathesis.openapi.from_dict(document)[path][method]
 

@@ -21,7 +21,7 @@ def ids_of(server, text):
 
 
 def loglikelihoods(client, pairs):
-    """As lm-eval asks for them, and reads them: of each continuation the sum, and whether it is the likeliest."""
+    """Ask for log-likelihoods as lm-eval does. Return the sum of each continuation, and whether it is the likeliest."""
     answer = client.completions.create(
         model="m",
         prompt=[context + continuation for context, continuation in pairs],
@@ -37,7 +37,9 @@ def loglikelihoods(client, pairs):
 
 
 def test_what_the_model_would_say_is_the_likeliest_and_its_score_that_of_its_saying_so(server, client):
-    """An answer that its stop id ends, too: lm-eval takes the last logprob for the one generated token's."""
+    """This includes an answer that its stop id ends: lm-eval takes the last logprob as that of the one generated
+    token.
+    """
     context = ids_of(server, TEXT[:40])
     said = client.completions.create(
         **{"model": "m", "prompt": context, "max_tokens": 12, "temperature": 0, "logprobs": 1},
@@ -137,7 +139,9 @@ def test_embeddings_and_a_search_are_the_same_over_grpc(server, client):
 
 
 def test_a_model_that_was_made_to_write_scores_by_two_of_its_tokens_when_the_server_is_started_so(client, tmp_path):
-    """As vLLM serves Qwen3-Reranker: the share of the second token, where the next is one of both."""
+    """vLLM serves Qwen3-Reranker like this: the score is the share of the second token if the next one is one of
+    both.
+    """
     overrides = json.dumps({"classifier_from_token": ["No", "Yes"], "is_original_qwen3_reranker": True})
     query, documents = "Is Paris in France? ", ["Say Yes or No.", "Paris is the capital of France."]
     with running_server(tmp_path, {"HF_OVERRIDES": overrides}) as reranker:

@@ -97,7 +97,7 @@ class Call:
 
 
 def operand_of(op: str, name: str, array: np.ndarray | None) -> Operand | None:
-    """Raises ArgumentError for an array that is not dense."""
+    """Return the operand of an array. Raises ArgumentError if the array is not dense."""
     if array is None:
         return None
     if not array.flags.c_contiguous:

@@ -19,7 +19,9 @@ PANEL = 32  # rows of a weight that are packed side by side
 
 
 def need(op: str, name: str, array: np.ndarray, shape: tuple[int | None, ...], *dtypes: np.dtype) -> int:
-    """The array's address, once it is known to be what the kernel reads."""
+    """Check that the array has the shape and one of the types that the kernel reads. Return its address. Raises
+    ArgumentError.
+    """
     if array.shape != shape and (
         array.ndim != len(shape)
         or any(wanted is not None and wanted != size for wanted, size in zip(shape, array.shape, strict=True))
@@ -60,13 +62,15 @@ class CpuOps:
             raise GroupError(trouble.decode())
 
     def packed_bytes(self, op: str, shape: tuple[int, ...], itemsize: int) -> int:
-        """Of what `op` multiplies with, in the order in which that is read fastest; 0 where it is read as it is."""
+        """Return the number of bytes of a weight of `op` in the order that is read fastest, or 0 if it is read as it
+        is.
+        """
         if op == "linear":  # bf16
             return itemsize * self.kernels.pack_weight(None, None, *shape)
         return -(-shape[0] // PANEL) * PANEL * -(-shape[1] * itemsize // 4) * 4
 
     def pack(self, op: str, rows: np.ndarray, packed: np.ndarray) -> None:
-        """Puts it into that order, where `packed` begins."""
+        """Write `rows` to `packed` in that order."""
         if op == "linear":
             self.kernels.pack_weight(rows.ctypes.data, packed.ctypes.data, *rows.shape)
         else:

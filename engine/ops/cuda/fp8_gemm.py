@@ -33,7 +33,7 @@ class Weights(NamedTuple):
 
     @property
     def numbers(self) -> Tensor:
-        """The elements as 8-bit floats [N, blocks * 128], in packed order."""
+        """Return the elements as 8-bit floats [N, blocks * 128], in packed order."""
         return self.words.view(torch.float8_e4m3fn).flatten(1)
 
 
@@ -89,8 +89,9 @@ def _multiply(
     IS_PERSISTENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS outputs, or a share of their sums; IS_PERSISTENT: several such tiles. IS_COPIED: `x` and `weight`
-    are descriptors, else tensors."""
+    """Compute ROWS x COLUMNS outputs, or a share of their sums; with IS_PERSISTENT, several such tiles. IS_COPIED says
+    that `x` and `weight` are tensor descriptors.
+    """
     begin_next()
     wait_for_inputs()
     split = tl.program_id(1)

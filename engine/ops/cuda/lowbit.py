@@ -42,7 +42,7 @@ class Packed(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program of the kernel for more than few rows does."""
+    """Tile of a program of the kernel for more than few rows."""
 
     columns: int
     rows: int
@@ -50,7 +50,7 @@ class Tile(NamedTuple):
 
 
 class FewTile(NamedTuple):
-    """What a program of the kernel for few rows does at a time."""
+    """Tile of a program of the kernel for few rows."""
 
     slices: int  # of the columns, which warps take by turns
     rows: int  # of weights
@@ -100,7 +100,9 @@ def linear_int8(
     is_gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Also `linear_a8w8`: the words say it. Gated: with the `swiglu` of it; `dtype`: of the result, not that of x."""
+    """Multiply with int8 weights; also serves `linear_a8w8`, which the type of the words selects. With `is_gated`,
+    return the `swiglu` of the product. `dtype` is the type of the result, if it is not that of x.
+    """
     return _linear(x, Packed(words, scale), bias, dtype or x.dtype, is_gated=is_gated)
 
 
@@ -136,27 +138,29 @@ def _linear(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """To bf16, which the interpreter calculates with in float32."""
+    """Round to bf16, because the interpreter computes bf16 in float32."""
     rounded = x.to(torch.bfloat16)
     return rounded.float() if INTERPRETED else rounded
 
 
 def few_tile(columns: int, bits: int, *, is_gated: bool) -> FewTile:
-    """As measured on an H200."""
+    """Return the fastest tile on an H200."""
     if columns <= NARROW:
         return FewTile(8, 16, 8, 3) if bits == 4 else FewTile(4, 16, 4, 6)
     return FewTile(4, 16, 4, 3 if bits == 4 else 4)
 
 
 def many_tile(num_rows: int, columns: int, bits: int) -> Tile:
-    """As measured on an H200."""
+    """Return the fastest tile on an H200."""
     if num_rows > 128 and columns >= WIDE:
         return Tile(128, 256, HALF) if bits == 8 else Tile(256, 128, HALF)
     return Tile(128, 32 if num_rows <= 32 else 64 if num_rows <= 64 else 128, WORDS)
 
 
 def num_splits(num_rows: int, num_programs: int, num_blocks: int, bits: int) -> int:
-    """Shares of the columns, so that the device is busy; a power of two, so that few kernels are compiled."""
+    """Return the number of splits of the columns that keeps the device busy. It is a power of two, so that few kernels
+    are compiled.
+    """
     room = PROGRAMS * (1 + (bits == 8 and num_rows <= 64)) // num_programs
     return 1 << max(1, min(room, num_blocks // MIN_BLOCKS, 8)).bit_length() - 1
 

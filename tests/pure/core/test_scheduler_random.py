@@ -78,8 +78,9 @@ class World:
         self.scheduler = Scheduler(pool, self.limits)
 
     def add(self):
-        """A request that just fits at most; half of them begin alike, some have been begun before a crash, some want
-        several answers."""
+        """Add a request that fits. Half of the requests share a prefix, some were begun before a crash, and some want
+        several answers.
+        """
         rng, room = self.rng, self.num_blocks // len(self.groups) * self.block_size
         prompt_len = rng.randint(1, min(room, 40))
         start = 0 if rng.random() < 0.5 else rng.randrange(10**6)

@@ -1,4 +1,4 @@
-"""The lock between processes: one at a time, and whoever waits is told."""
+"""Tests of the lock between processes: one process holds it at a time, and a waiting one is notified."""
 
 import errno
 import fcntl
@@ -10,7 +10,7 @@ import pytest
 from engine.file_lock import file_lock
 
 
-def test_the_second_is_told_to_wait_and_comes_next(tmp_path):
+def test_the_second_is_notified_of_waiting_and_comes_next(tmp_path):
     path, told, order = tmp_path / "lock", threading.Event(), []
 
     def second():

@@ -1,4 +1,4 @@
-"""Traces: a collector of OTLP gets the stages of a request as one trace, and nobody waits for it."""
+"""Tests of traces: an OTLP collector gets the stages of a request as one trace, and no request waits for it."""
 
 import contextlib
 import http.server
@@ -117,7 +117,7 @@ def test_the_stages_of_a_request_follow_one_another_and_tell_numbers_only(collec
 
 
 def test_the_engine_says_when_a_request_began():
-    """With the first chunk of its prompt."""
+    """A request begins with the first chunk of its prompt."""
     loop, before = EngineLoop(CountingExecutor(8, 4), 8, Config(batch_size=1, max_num_batched_tokens=4)), time.time()
     first, second = (Request(name, [*range(9)], 9, Sampling(4)) for name in "ab")
     loop.add(first)
@@ -130,8 +130,8 @@ def test_the_engine_says_when_a_request_began():
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "away"])
-def test_a_collector_that_is_slow_or_away_holds_nobody_up(is_silent, monkeypatch, caplog):
-    """A full queue drops; the log says so once."""
+def test_a_collector_that_is_slow_or_away_delays_no_request(is_silent, monkeypatch, caplog):
+    """A full queue drops spans, and the log mentions it once."""
     monkeypatch.setattr(tracing, "GATHER_S", 0.01)
     monkeypatch.setattr(tracing, "TIMEOUT_S", 0.1)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:

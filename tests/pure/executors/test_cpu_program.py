@@ -71,7 +71,7 @@ def test_a_program_makes_the_bits_of_its_ops(hidden, inner, is_read_twice):
 
 
 def product_graph(op: str, width: int, num_out: int) -> tuple[Graph, dict[str, np.ndarray]]:
-    """Rows of a table times a weight of few bits, and the swiglu of that."""
+    """Build a graph that multiplies rows of a table with a quantized weight and computes the swiglu of the product."""
     packed_width = -(-width // 128) * 64 if op.startswith("linear_int4") else width
     weight = np.random.default_rng(0).integers(-128, 128, (num_out, packed_width), np.int8)
     params = {"table": random(VOCAB, width), "weight": weight, "scale": random(num_out), "bias": random(num_out)}
@@ -107,7 +107,7 @@ def test_weights_of_few_bits_are_packed_and_change_no_bit(op, width, num_out, nu
 
 @pytest.mark.parametrize("graph", [gated_graph(256, 256, False), product_graph("linear_int4", 2048, 256)])
 def test_weights_are_packed_without_threads_that_stay(graph):
-    """The steps are another thread's."""
+    """The steps run on another thread."""
     left, before = set(), cpu.num_threads()
 
     def make():
@@ -124,7 +124,7 @@ def test_weights_are_packed_without_threads_that_stay(graph):
 
 
 def test_an_adapter_changes_what_a_swiglu_reads():
-    """As where the two are never made in one, because something else reads it as well."""
+    """The result is as if the two ops were not fused, which is the case if another op reads the product as well."""
     found = []
     for is_read_twice in (False, True):
         program = Program(*gated_graph(96, 160, is_read_twice))

@@ -1,4 +1,6 @@
-"""How several machines meet, as threads at 127.0.0.1, 127.0.0.2, ..., and whom they do not let in."""
+"""Tests of the rendezvous of several machines, which are threads at 127.0.0.1, 127.0.0.2, ..., and of callers that are
+refused.
+"""
 
 import contextlib
 import os
@@ -19,7 +21,9 @@ FACTS = {"MP_NUM": 4, "BATCH_SIZE": 50}
 
 
 class Hosts:
-    """Of which each test takes the parts it wants. `told` is what the master says it waits for."""
+    """Hosts of a group, of which each test uses the parts that it needs. `waits` are the messages of the waiting
+    master.
+    """
 
     def __init__(self, count):
         self.ips = tuple(f"127.0.0.{n + 1}" for n in range(count))
@@ -47,7 +51,9 @@ class Hosts:
 
 
 def in_thread(function, *arguments):
-    """Its result in time. One that waits for ever does not keep the test run."""
+    """Start the function in a thread and return a function that waits for its result. A thread that never ends does not
+    block the test run.
+    """
     result = Future()
 
     def run():
@@ -61,7 +67,7 @@ def in_thread(function, *arguments):
 
 
 def speak(peers_of):
-    """Each host says its number to all others; what each hears, in the order of its connections."""
+    """Let each host send its number to all others. Return what each receives, in the order of its connections."""
     for host, peers in enumerate(peers_of):
         for peer in peers:
             peer.sendall(bytes([host]))
@@ -139,7 +145,7 @@ def is_closed(sock):
         return True
 
 
-def test_a_host_that_has_something_else_is_told_what():
+def test_a_host_with_other_settings_is_refused_with_the_differences():
     two = Hosts(2)
     master = two.master()
     with pytest.raises(SetupError, match="127.0.0.1, which serves, refuses 127.0.0.2: BATCH_SIZE is 8 there, 50 here"):

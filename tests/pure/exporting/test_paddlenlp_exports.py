@@ -1,4 +1,6 @@
-"""What PaddleNLP has exported is served as the checkpoint that it was made of would be, or refused in a sentence."""
+"""Tests of exports of PaddleNLP: they are served like the checkpoint that they were made of, or refused with a
+sentence.
+"""
 
 import json
 import shutil
@@ -82,8 +84,9 @@ def test_every_number_of_the_checkpoint_is_found_again(family, theirs, ours, how
     ],
 )
 def test_codes_are_those_that_paddle_made(quant, theirs, ours, how, checkpoints, tmp_path):  # noqa: PLR0913
-    """No code is further from its number than half a step, and the steps are theirs: nothing was quantized again, but
-    where one row has the scales of two of their ranks."""
+    """No code is further from its number than half a step, and the steps are Paddle's: nothing was quantized again,
+    except where one row has the scales of two of its ranks.
+    """
     exported = make_export(checkpoints["qwen2"], tmp_path / "theirs", theirs, quant, **how)
     graph = graph_of(exported, tmp_path / "found", num_ranks=ours)
     assert Manifest.read(graph).weight_format == quant

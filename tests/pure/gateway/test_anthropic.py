@@ -55,7 +55,7 @@ def test_an_answer_has_its_words_and_what_it_took():
         ({"stop_reason": "END"}, ("stop_sequence", "END")),
     ],
 )
-def test_the_reason_of_an_end_is_told_whole_and_streamed(ended, reasons):
+def test_the_finish_reason_is_returned_in_one_piece_and_streamed(ended, reasons):
     message = ask(FakeBackend("Sun", **ended))
     assert (message.stop_reason, message.stop_sequence) == reasons
     [delta] = [event.delta for event in ask(FakeBackend("Sun", **ended), stream=True) if event.type == "message_delta"]
@@ -71,7 +71,7 @@ def test_thoughts_and_calls_are_blocks_of_their_own():
     assert weather.id.startswith("toolu_") and weather.id != time.id
 
 
-def test_a_call_that_was_cut_short_is_told_as_it_is():
+def test_a_truncated_call_is_returned_as_it_is():
     message = ask(FakeBackend(*CALLS[:4], finish_reason="length"), tools=[WEATHER])
     assert (message.content[1].input, message.stop_reason) == ({"INVALID_JSON": '{"city": "Pa'}, "max_tokens")
 
@@ -240,7 +240,7 @@ def test_errors_are_the_clients_exceptions_before_the_first_event_and_after_it()
     assert json.loads(events.decode().strip().rpartition("data: ")[2])["error"]["type"] == "overloaded_error"
 
 
-def test_what_the_model_finds_wrong_with_a_form_blames_the_field_that_has_it():
+def test_an_error_of_the_model_about_a_grammar_blames_the_field_that_has_it():
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for name, fields in (("output_config", {"format": form}), ("output_format", form)):
         backend = FakeBackend(InvalidRequest("`{field}` cannot be compiled", field="response_format"))

@@ -1,4 +1,4 @@
-"""What HTTP clients get wrong, what browsers ask, and what the log keeps to itself."""
+"""Tests of the mistakes of HTTP clients, of requests of browsers, and of secrets that must not be logged."""
 
 import contextlib
 import gzip
@@ -200,7 +200,7 @@ def test_a_body_that_is_packed_wrongly_is_a_clear_400_and_no_trouble_of_ours(gat
         ("GET", "/v1/models/gpt", 404, "the served model is `default`"),
     ],
 )
-def test_wrong_paths_and_methods_are_told_in_json(gateway, method, path, status, message):
+def test_errors_of_wrong_paths_and_methods_are_json(gateway, method, path, status, message):
     got, headers, payload = gateway.send(method, path)
     answer = json.loads(payload)
     assert got == status

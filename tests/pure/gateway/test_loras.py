@@ -100,7 +100,7 @@ def test_loading_and_unloading_are_vllms():
     assert backend.bodies == [{"load_lora_adapter": asked}, {"unload_lora_adapter": {"lora_name": "one"}}]
 
 
-def test_whose_key_it_was_is_told_and_without_one_nothing_is_loaded(tmp_path):
+def test_the_owner_of_the_api_key_is_forwarded_and_without_one_nothing_is_loaded(tmp_path):
     (tmp_path / "keys").write_text(json.dumps({"somebody": {"key": "secret"}}))
     backend, asked = FakeBackend(), {"lora_name": "one", "lora_path": "x", "_owner": {"name": ""}}
     with running(backend, lora_dir="/adapters", api_keys=str(tmp_path / "keys")) as gateway:

@@ -1,4 +1,4 @@
-"""What a worker takes in at once: large bodies have room or are refused, and none keeps the others waiting for long."""
+"""Tests of the memory of a worker: large bodies have room or are refused, and none delays the others for long."""
 
 import asyncio
 import contextlib
@@ -181,7 +181,7 @@ REPEATED = {  # what events or answers repeat
 
 
 def test_what_every_event_repeats_is_short_and_many_prompts_are_counted_before_they_are_looked_at():
-    """A name of 4 MB would be sent with each token; 300,000 prompts took two seconds to be refused."""
+    """A name of 4 MB would be sent with each token, and 300,000 prompts took two seconds to be refused."""
     cases = [(path, {**body, "model": "x" * 257}, "model") for path, body in REPEATED.items()]
     cases.append(("/v1/responses", {"input": "hi", "metadata": {str(n): "" for n in range(17)}}, "metadata"))
     cases += [

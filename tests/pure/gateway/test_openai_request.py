@@ -119,7 +119,7 @@ def test_logprobs_that_are_not_wanted_do_not_forbid_an_echo():
     assert sent({**A_COMPLETION, "logprobs": False, "echo": True}, COMPLETIONS)["text"] == A_COMPLETION["prompt"]
 
 
-def test_what_the_chat_template_is_told_has_fields_of_its_own():
+def test_arguments_of_the_chat_template_have_fields_of_their_own():
     kwargs = sent({**A_CHAT, "add_generation_prompt": False, "reasoning_effort": "high"})["chat_template_kwargs"]
     assert kwargs == {"add_generation_prompt": False, "reasoning_effort": "high"}
     assert sent({**A_CHAT, "enable_thinking": False})["chat_template_kwargs"] == {"enable_thinking": False}
@@ -129,7 +129,7 @@ def test_what_the_chat_template_is_told_has_fields_of_its_own():
     assert kwargs == {"x": 1, "continue_final_message": True, "reasoning_effort": "none", "enable_thinking": False}
 
 
-def test_messages_are_told_to_the_template_in_its_words():
+def test_messages_reach_the_template_with_its_field_names():
     developer, thinker = {"role": "developer", "content": "be short"}, {"role": "assistant", "content": "a"}
     body = sent({"messages": [developer, {**thinker, "reasoning": "b"}, {**thinker, "reasoning": None}]})
     assert body["messages"][0] == {"role": "system", "content": "be short"}
@@ -418,7 +418,7 @@ def test_a_refusal_of_the_model_names_fields_as_the_client_does(body, error, tex
     assert text in answer["error"]["message"]
 
 
-def test_every_other_name_of_a_native_field_is_told_by_one_that_openais_clients_may_send():
+def test_every_alias_of_a_native_field_has_one_that_openais_clients_may_send():
     taken = {*PASSED_ON, *OF_PROMPT, "max_tokens", "request_id", "model"}
     assert set(NAMES.values()) <= taken
 
@@ -500,7 +500,7 @@ OF_ANTHROPIC = {"model": "default", "max_tokens": 9, "messages": MESSAGES}
         (ANTHROPICS, {**OF_ANTHROPIC, "tools": [{"name": "f", "input_schema": LONE}]}, "tools"),
     ],
 )
-def test_a_form_that_is_not_valid_unicode_is_refused_by_the_clients_name_of_it(path, body, field):
+def test_a_grammar_that_is_not_valid_unicode_is_refused_by_the_clients_name_of_it(path, body, field):
     backend = FakeBackend("a")
     with running(backend, tool_call_parser="hermes") as gateway:
         status, refusal = gateway.refused(path, body)

@@ -160,7 +160,7 @@ def test_who_has_no_key_may_read_it_and_learns_nothing_of_the_model(path):
         assert gateway.send("POST", "/tokenize", {"prompt": "x"})[0] == 401
 
 
-def test_the_version_is_told():
+def test_the_version_is_reported():
     with running(FakeBackend()) as gateway:
         _, _, payload = gateway.send("GET", "/version")
     assert json.loads(payload) == {"version": __version__}

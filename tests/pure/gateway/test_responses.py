@@ -67,7 +67,7 @@ def test_thoughts_and_calls_are_items_of_their_own():
 
 
 def test_a_stream_grows_into_the_answer_in_one_piece():
-    """Each event changes what the ones before have begun, in the order that the client's own helper demands."""
+    """Each event extends what the previous ones have begun, in the order that the client's own helper requires."""
     script = [*THINKS[:2], *CALLS]
     whole = ask(FakeBackend(*script), tools=[WEATHER, TIME])
     settings = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
@@ -226,7 +226,7 @@ def test_errors_of_the_model_are_the_clients_exceptions_before_the_first_event_a
 
 
 def a_stored_response(backend, status="in_progress", **more):
-    """As the model process has it of the last request."""
+    """Return the stored response of the last request, as the model process has it."""
     body = backend.bodies[-1]
     storing = body["_store"]
     return StoredResponse(body["req_id"], status, json.dumps([storing["about"], body["messages"]]), **more)

@@ -115,7 +115,7 @@ def test_a_request_that_ends_every_model_server_is_given_up():
 
 
 def numbered(gateway, last, request_id="q", **fields):
-    """The events of a stream, each with its id."""
+    """Return the events of a stream, each with its id."""
     headers = {"Last-Event-ID": last, "X-Request-Id": request_id}
     status, _, payload = gateway.send("POST", CHAT, {**A_CHAT, "stream": True, **fields}, headers)
     assert status == 200, payload

@@ -1,4 +1,4 @@
-"""While the model is changed for another: new requests wait, what has begun goes on with its model or not at all."""
+"""Tests of a reload of the model: new requests wait, and open ones continue with their model or fail."""
 
 import asyncio
 import threading

@@ -183,7 +183,9 @@ def test_a_silent_model_times_out_and_its_stream_is_cancelled():
 
 @contextlib.asynccontextmanager
 async def connected_to_a_frozen_server():
-    """Its kernel accepts connections, it says nothing: no request can be written."""
+    """Connect to a server whose kernel accepts connections but which never answers, so that no request can be
+    written.
+    """
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         backend = TritonBackend(TritonConnections(f"127.0.0.1:{frozen.getsockname()[1]}"))
         try:

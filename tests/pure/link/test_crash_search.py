@@ -1,4 +1,4 @@
-"""Which request crashes the engine: the order of trials, and who is blamed."""
+"""Tests of the search for the request that crashes the engine: the order of trials, and the request that is blamed."""
 
 import pytest
 
@@ -87,7 +87,7 @@ def test_a_lost_connection_ends_the_trials_without_a_verdict(bench):
     assert trials.note_crash() is None
 
 
-def test_who_is_computed_alone_is_told_before():
+def test_a_trial_of_one_request_is_announced_before_it_runs():
     said = []
 
     def submit(request_id):

@@ -99,7 +99,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(num_ranks):
 
 
 def sum_again_and_again(rank):
-    """Ranks that are late by turns; results of one exchange must not show in another."""
+    """Sum repeatedly with ranks that are late in turn. The results of one exchange must not show in another."""
     delays = np.random.default_rng(rank).exponential(2e-4, 300)
     for i, delay in enumerate(delays):
         time.sleep(delay)
@@ -176,7 +176,7 @@ def test_a_host_that_is_lost_ends_the_group_on_two_others():
 
 
 def stay_when_it_ends(rank):
-    """The ranks of a host whose other rank has died, before their own process ends."""
+    """Wait for the end of the group after the other rank of the host has died, before this process ends."""
     cpu.all_reduce(np.zeros((1, 8), np.float32))
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -111,7 +111,7 @@ def test_definitions_have_no_retired_names(path):
 
 
 @each_module
-def test_comments_and_strings_do_not_say_nobody(path):
+def test_comments_and_strings_have_no_retired_words(path):
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     texts = [token for token in tokens if token.type in (tokenize.COMMENT, tokenize.STRING)]
     assert {token.start[0]: token.string for token in texts if re.search(r"\bnobody", token.string, re.I)} == {}

@@ -61,7 +61,9 @@ def test_an_engine_that_has_computed_tokens_since_its_start_is_started_again_at_
 
 @pytest.fixture
 def crash(tmp_path):
-    """Ends an engine that was computing a request alone; returns the crashes that count."""
+    """Return a function that ends an engine which was computing a single request, and returns the crashes that
+    count.
+    """
     suspect, progress = tmp_path / "suspect", tmp_path / "progress"
     files = {"progress_file": progress, "suspect_file": suspect}
     child = Child(ChildSpec("engine", ["true"], {}, tmp_path / "log", max_crashes=3, **files))

@@ -15,7 +15,9 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, as the fir
 
 
 def contained(folder, *command, **popen):
-    """The first process, with folders of its own, and with root's rights only where the test has them."""
+    """Run the first process of a container, with folders of its own, and with root's rights only if the test has
+    them.
+    """
     env = {"PATH": os.environ["PATH"], "HOME": str(folder / "home"), "FD_LOG_DIR": str(folder / "home/log")}
     env |= {"MODEL_DIR": str(folder / "models"), "RUN_DIR": str(folder / "run")}
     first = [sys.executable, "-I", "-m", "server_scripts.container", *command]
@@ -24,7 +26,7 @@ def contained(folder, *command, **popen):
 
 
 def outcome_of(folder, *command, given=None):
-    """Its exit status, and what it wrote."""
+    """Return the exit status, and what was written."""
     with contained(folder, *command, stdin=subprocess.PIPE) as process:
         said = process.communicate(given)[0]
     return process.returncode, said
@@ -109,7 +111,7 @@ def test_a_sigterm_stops_a_server_and_then_the_command(folder):
 
 
 def test_processes_that_have_lost_their_parent_are_reaped(folder):
-    """A container has no other process for that: as the first of a namespace it inherits them."""
+    """A container has no other process for that: the first process of a namespace inherits them."""
     unshare = ["unshare", "--pid", "--fork", "--mount-proc"] + ["--map-root-user"] * (os.getuid() != 0)
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("needs a process namespace")

@@ -1,4 +1,6 @@
-"""From a checked request to tokens and sampling, within the limits of model and server."""
+"""Tests of the conversion of a checked request to tokens and sampling parameters, within the limits of model and
+server.
+"""
 
 import json
 import re
@@ -324,7 +326,7 @@ def test_every_field_reaches_the_sampler(processor):
     assert (sampling.logit_bias, sampling.num_logprobs) == (((4, 2.0),), 3)
 
 
-def test_how_long_a_model_may_think_is_a_form(tmp_path):
+def test_a_limit_of_reasoning_tokens_is_a_grammar(tmp_path):
     write_tokenizer(tmp_path)
     fields = json.loads((tmp_path / "tokenizer.json").read_text())
     added = fields["added_tokens"]

@@ -33,7 +33,7 @@ def service():
 
 @pytest.fixture
 def thread(service, monkeypatch):
-    """It tells when the test says so: `thread.update()`."""
+    """Return the thread, which updates when the test calls `thread.update()`."""
     monkeypatch.setattr(metrics, "UPDATE_INTERVAL_S", 1000)
     thread = MetricsThread(service, 50, fake_triton.as_module())
     yield thread
@@ -44,7 +44,7 @@ def told(family, **labels):
     return fake_triton.MetricFamily.made[family].metrics[tuple(labels.items())].value
 
 
-def test_the_state_of_the_engine_is_told(thread):
+def test_the_state_of_the_engine_is_reported(thread):
     thread.update()
     assert (told("llm_requests_running"), told("llm_requests_waiting"), told("llm_requests_open")) == (3, 2, 5)
     assert (told("llm_kv_blocks"), told("llm_kv_blocks_held")) == (8, 6)
@@ -79,7 +79,7 @@ def test_counters_rise_by_what_is_new_also_after_a_restart_of_the_engine(thread,
         assert told("llm_generated_tokens_total") == expected
 
 
-def test_gauges_rise_and_fall_and_what_has_not_changed_is_not_told_again(thread, service):
+def test_gauges_rise_and_fall_and_unchanged_values_are_not_reported_again(thread, service):
     for value in (3, 0, 0, 4):
         service.client.stats["num_running"] = value
         thread.update()
@@ -108,7 +108,7 @@ def test_ends_are_counted_by_their_reason(thread, service):
     assert told("llm_request_seconds_count") == 4
 
 
-def test_what_a_key_has_used_is_told_by_its_name_and_nobodys_is_not(thread, service):
+def test_the_usage_of_an_api_key_is_reported_by_its_name_and_that_of_other_requests_is_not(thread, service):
     for name in ("", "alice"):
         usage = service.rate_limiter.usage_of(Owner(name))
         usage.admit(Owner(name))
@@ -122,7 +122,7 @@ def test_what_a_key_has_used_is_told_by_its_name_and_nobodys_is_not(thread, serv
     assert len(fake_triton.MetricFamily.made["llm_key_requests_open"].metrics) == 1
 
 
-def test_histograms_are_told_as_prometheus_has_them(thread, service):
+def test_histograms_are_reported_in_prometheus_format(thread, service):
     for seconds in (0.001, 0.2, 0.25, 1000):
         service.latency.record_end(RequestRecord("stop", seconds))
     thread.update()
@@ -165,7 +165,7 @@ def test_the_thread_tells_by_itself_and_survives_a_triton_without_metrics(servic
 # --- by vLLM's names ---
 
 
-def test_vllms_names_are_told_of_the_model_where_they_are_wanted(service):
+def test_metrics_have_vllms_names_if_the_setting_says_so(service):
     assert not [each for each in samples(service, 50) if each.family.startswith("vllm:")]
     service.vllm_model_name = lambda: "org/model"
     for ended in (

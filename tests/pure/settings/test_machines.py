@@ -1,4 +1,4 @@
-"""Which machines there are and which one this is, from settings alone."""
+"""Tests of the hosts of a model and of the number of this host, from settings alone."""
 
 import re
 

@@ -62,7 +62,7 @@ def processor(tmp_path_factory):
 
 
 def outcome(ask, *arguments):
-    """What it came to, None if it was refused; any other error is the test's."""
+    """Return the result, or None if the call was refused. Any other error fails the test."""
     try:
         return ask(*arguments)
     except RequestError as error:

@@ -196,7 +196,7 @@ def test_a_response_format_says_whether_all_keywords_matter(given):
 
 
 def random_value(vocabulary, matcher, rng):
-    """A text that the matcher lets through, None for one that would be long."""
+    """Return a text that the matcher accepts, or None for one that would be long."""
     matcher, token_ids = matcher.deep_copy(), []
     while not matcher.is_stopped():
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)

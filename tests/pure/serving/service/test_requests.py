@@ -174,7 +174,7 @@ def test_an_owner_has_no_more_requests_at_once_than_allowed_and_others_are_not_h
     assert third.final["tokens_all"] == "x"
 
 
-def test_where_a_request_stands_is_told_to_the_engine_and_a_key_cannot_be_made_more_urgent(service, engine):
+def test_the_engine_gets_the_queue_position_and_an_api_key_cannot_be_made_more_urgent(service, engine):
     for number, (priority, owner) in enumerate([(-3, {}), (-3, {"name": "a", "priority": 1}), (2, {"name": "a"})]):
         sender = service.ask([number + 1], str(number), priority=priority, **({"_owner": owner} if owner else {}))
         engine.give([number + 1], b"x", "length")
@@ -236,7 +236,7 @@ def test_tokens_of_an_ended_request_do_not_reach_the_next_with_its_req_id(servic
     assert second.final["tokens_all"] == "z"
 
 
-def test_tokens_that_come_during_a_slow_send_are_merged_and_nobody_else_waits(service, engine):
+def test_tokens_that_arrive_during_a_slow_send_are_merged_and_no_other_request_waits(service, engine):
     gate, entered = threading.Event(), threading.Event()
     slow = service.ask([1], "slow", before_send=lambda fields, final: (entered.set(), gate.wait(PATIENCE_S)))
     engine.give([1], b"a")
