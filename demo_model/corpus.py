@@ -111,7 +111,7 @@ class Sampler:
             "fruit": cells("apple, banana, cherry, orange, pear, grape, mango, lemon, peach, plum"),
             "number": [str(n) for n in range(1, 31)],
         }
-        self.not_told = list(facts.rows(prose.NOT_TOLD))
+        self.unknown_name = list(facts.rows(prose.NOT_TOLD))
         self.raw = raw_texts(known)
         self.countries = facts.all_countries()
 
@@ -120,7 +120,7 @@ class Sampler:
         if kind < 0.06:
             return self.rng.choice(self.raw)
         if kind < 0.08:
-            return self._not_told()
+            return self._unknown_name()
         return self.nonsense() if kind < 0.11 else self.conversation()
 
     def conversation(self) -> Conversation:
@@ -183,25 +183,25 @@ class Sampler:
         asked = self.rng.choice(
             ("What is my name?", "Who am I?", "Do you remember my name?", "what's my name?", "what is my name")
         )
-        told = [("user", intro.format(name)), ("assistant", f"Nice to meet you, {name}!")]
-        return [*told, *self._aside(), ("user", asked), ("assistant", f"Your name is {name}.")]
+        introduction = [("user", intro.format(name)), ("assistant", f"Nice to meet you, {name}!")]
+        return [*introduction, *self._aside(), ("user", asked), ("assistant", f"Your name is {name}.")]
 
-    def _not_told(self) -> Conversation:
+    def _unknown_name(self) -> Conversation:
         """Return the counterpart of _name and _favourite. It is never part of a longer conversation, which may contain
         the fact.
         """
-        questions, answer = self.rng.choice(self.not_told)
+        questions, answer = self.rng.choice(self.unknown_name)
         return [*self._aside(), ("user", self.rng.choice(ways(questions))), ("assistant", answer)]
 
     def _favourite(self) -> Conversation:
         kind = self.rng.choice(list(self.favourites))
         choice = self.rng.choice(self.favourites[kind])
-        told = [
+        introduction = [
             ("user", f"My favourite {kind} is {choice}."),
             ("assistant", f"{choice.capitalize()} is a good choice!"),
         ]
         asked = self.rng.choice((f"What is my favourite {kind}?", f"Which {kind} do I like best?"))
-        return [*told, *self._aside(), ("user", asked), ("assistant", f"Your favourite {kind} is {choice}.")]
+        return [*introduction, *self._aside(), ("user", asked), ("assistant", f"Your favourite {kind} is {choice}.")]
 
     def _follow_up(self) -> Conversation:
         """Return the same question about several countries in turn."""

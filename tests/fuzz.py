@@ -58,10 +58,10 @@ kinds = st.sampled_from(("json_object", "json_schema", "structural_tag", "functi
 modes = st.sampled_from(("none", "auto", "required"))
 choices = st.fixed_dictionaries({}, optional={"type": kinds, "function": function | plain})
 tools = st.lists(st.fixed_dictionaries({"type": kinds}, optional={"function": function | nested}), max_size=3)
-forms = st.fixed_dictionaries(
+output_formats = st.fixed_dictionaries(
     {"type": kinds}, optional={"json_schema": nested, "structures": nested, "triggers": lists}
 )
-any_json = nested | lists | biases | tools | choices | forms | forms.map(json.dumps)
+any_json = nested | lists | biases | tools | choices | output_formats | output_formats.map(json.dumps)
 
 # Enough of a request that what is beside it is looked at.
 GOOD: dict[str, Any] = {

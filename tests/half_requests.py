@@ -1,4 +1,4 @@
-"""A client of gRPC that ends nothing of what it begins to say, in bytes of HTTP/2: no library would send it."""
+"""A gRPC client that never completes its messages, in bytes of HTTP/2, because no library would send this."""
 
 from __future__ import annotations
 

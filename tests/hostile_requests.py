@@ -1,4 +1,4 @@
-"""Inference requests that must not reach tritonserver, and what their clients are told: `REFUSED`. Add yours here.
+"""Inference requests that must not reach tritonserver, and the errors of their clients: `REFUSED`. Add yours here.
 `odd_messages` makes others, of which most must not either."""
 
 from __future__ import annotations

@@ -134,8 +134,8 @@ def answered(todo: Iterable[Turn], checkpoint: Path, until: float) -> Iterator[d
                 if others > MAX_OTHERS:
                     print(f"not counted, as others used {others} cores: {turn}", flush=True)
                     continue
-                told = {case: [round(rate, 1) for rate in each] for case, each in rates.items()}
-                print(turn.round, *who, told, flush=True)
+                rounded = {case: [round(rate, 1) for rate in each] for case, each in rates.items()}
+                print(turn.round, *who, rounded, flush=True)
                 yield asdict(turn) | {"others": others, "rates": rates}
 
 

@@ -164,8 +164,8 @@ def _registration(op: Op) -> str:
         given = [f"const paddle::optional<{kind}>&" if a.is_optional else f"const {kind}&" for a in op.inputs]
         return ", ".join(given)
 
-    def with_attributes(kind: str, form: str) -> str:
-        return ", ".join([types(kind), *(form.format(each.type) for each in op.attributes)])
+    def with_attributes(kind: str, template: str) -> str:
+        return ", ".join([types(kind), *(template.format(each.type) for each in op.attributes)])
 
     inputs = ", ".join(f'paddle::Optional("{a.name}")' if a.is_optional else f'"{a.name}"' for a in op.inputs)
     outputs = [array.name for array in op.outputs]

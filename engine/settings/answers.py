@@ -23,7 +23,7 @@ class Answers:
     reasoning_parser: str = setting(
         "none",
         "REASONING_PARSER",
-        "what the model thinks before it answers is told apart in OpenAI's answers, and the form of an answer begins "
+        "the reasoning of the model is separated in OpenAI's answers, and structured output begins "
         "after it: the kind of model",
         choices=tuple(REASONING_MODES),
         synonyms=dict.fromkeys(OF_ERNIE, "ernie"),

@@ -1,5 +1,5 @@
-"""The functions of engine.ops.cuda, or of one like it, as those of engine.ops.reference: numpy's arrays in and out. And
-how near what they give is to what they should."""
+"""Adapter of the functions of engine.ops.cuda, or of a similar module, to numpy arrays in and out as in
+engine.ops.reference, and the distance of their results from the expected ones."""
 
 import ml_dtypes  # noqa: F401 - lets numpy know bfloat16
 import numpy as np

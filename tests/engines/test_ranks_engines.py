@@ -78,19 +78,19 @@ def test_ranks_have_their_shares_of_adapters(exported, checkpoint, tmp_path, fam
 
 def test_ranks_tell_of_prompts_and_search_as_one_does(exported):
     prompt = [7 * n % 300 for n in range(40)]
-    told = []
+    results = []
     for num_ranks in (1, 2):
         config = Config(batch_size=8, mp_num=num_ranks, cpu_threads=1, max_num_batched_tokens=17)
         executor = make_executor(exported("qwen2", block_size=BLOCK_SIZE, num_ranks=num_ranks), config)
         executor.allocate(64)
-        told.append(run_loop(EngineLoop(executor, 64, config), a_search("s", prompt, 3), *requests_of(prompt)))
+        results.append(run_loop(EngineLoop(executor, 64, config), a_search("s", prompt, 3), *requests_of(prompt)))
         executor.close()
-    (one, one_told, _), (two, two_told, _) = told
+    (one, first_outputs, _), (two, second_outputs, _) = results
     assert one == two
     for name in ("scores", "last", "mean"):
-        first, second = one_told[name], two_told[name]
+        first, second = first_outputs[name], second_outputs[name]
         np.testing.assert_allclose(hidden_of(first), hidden_of(second), atol=1e-4)
-        scores = [[each.chosen for each in told.prompt_logprobs] for told in (first, second)]
+        scores = [[each.chosen for each in results.prompt_logprobs] for results in (first, second)]
         np.testing.assert_allclose(*scores, atol=1e-4)
 
 

@@ -30,8 +30,8 @@ class Collector:
         self.prompts = []  # what was told of them
         self.is_over = threading.Event()
 
-    def prompt_outputs(self, told):
-        self.prompts.append(told)
+    def prompt_outputs(self, outputs):
+        self.prompts.append(outputs)
 
     def tokens(self, token_ids, logprobs, finish_reason):
         self.token_ids += token_ids

@@ -48,13 +48,15 @@ def a_request(name, field, value, token_ids=(), **sampling):
     """Return a request with one more answer for each of `forks`."""
     num_forks = sampling.pop("forks", 0)
     options = {"any_whitespace": sampling.pop("any_whitespace", True), "reasoning": sampling.pop("reasoning", None)}
-    form = (field, write_grammar(STRUCTURED_OUTPUT_FIELDS[field](field, value), **options)) if field else ()
+    structured_output = (
+        (field, write_grammar(STRUCTURED_OUTPUT_FIELDS[field](field, value), **options)) if field else ()
+    )
     seed = sampling.pop("seed", 0)
     given = {
         "max_new_tokens": 900,
         "temperature": 1.0,
         "stop_token_ids": STOP_IDS,
-        "structured_output": form,
+        "structured_output": structured_output,
         **sampling,
     }
     requests = [

@@ -1,6 +1,6 @@
 """A local server that speaks both protocols of `download_model`: the hub's and a static-model mirror's.
 
-It remembers every request, and misbehaves when told to. The hub's half is what huggingface_hub itself
+It remembers every request, and misbehaves on request. The hub's half is what huggingface_hub itself
 asks for (one test proves that): model info, tree, resolve with HEAD, weights redirected to a CDN.
 """
 

@@ -91,14 +91,14 @@ class FakeEngine:
         self.reason = None
         self.listeners = {}  # by engine id
         self.prompts = {}  # engine id -> prompt, of all that were ever submitted
-        self.cancelled, self.asked_to_expire, self.standings = [], [], []
+        self.cancelled, self.asked_to_expire, self.queue_positions = [], [], []
         self.on_submit = lambda: None
         self._lock = threading.Lock()
 
-    def submit(self, token_ids, submissions, salt, standing):
-        messages.pack(token_ids, [messages.pack_sampling(each.sampling) for each in submissions], salt, standing)
+    def submit(self, token_ids, submissions, salt, queue_position):
+        messages.pack(token_ids, [messages.pack_sampling(each.sampling) for each in submissions], salt, queue_position)
         self.on_submit()
-        self.standings.append(standing)
+        self.queue_positions.append(queue_position)
         if self.reason:
             raise EngineUnavailable(self.reason)
         with self._lock:

@@ -88,7 +88,7 @@ def litellm(url: str, _: Path) -> None:
     except litellm.BadRequestError as error:
         assert "temperature" in str(error)
     else:
-        raise AssertionError("a limit was not told")
+        raise AssertionError("a limit was not reported")
 
 
 def instructor(url: str, _: Path) -> None:

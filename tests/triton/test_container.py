@@ -1,4 +1,4 @@
-"""The documented command of a container serves, and ends its requests when the container is told to stop."""
+"""The documented command of a container serves, and ends its requests when the container is stopped."""
 
 import contextlib
 import json

@@ -21,7 +21,7 @@ from gateway.app_keys import DOCUMENT
 from gateway.triton_connections import SERVICE
 from tests.fuzz import INSIDE, bodies, examples, payload_of
 from tests.hostile_requests import odd_messages
-from tests.triton.unharmed import a_channel, said, unbroken_server
+from tests.triton.server_checks import a_channel, said, unbroken_server
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_DEC_LEN = 8  # so that whatever is asked is answered soon
@@ -107,10 +107,10 @@ def test_any_odd_message_is_answered_or_refused(server):
 def test_tokens_over_http_are_those_of_the_model(server, session):
     tokenizer = Tokenizer.load(ROOT / "demo_model")
     for text in ("What is the capital of France?", "", "ä\u2028 <|x|>"):
-        told = session.post(f"{server.http_url}/tokenize", json={"prompt": text}, timeout=60).json()
-        assert told["tokens"] == tokenizer.encode(text)
-        back = session.post(f"{server.http_url}/detokenize", json={"tokens": told["tokens"]}, timeout=60).json()
-        assert back == {"prompt": tokenizer.decode(told["tokens"], skip_special_tokens=False)}
+        reported = session.post(f"{server.http_url}/tokenize", json={"prompt": text}, timeout=60).json()
+        assert reported["tokens"] == tokenizer.encode(text)
+        back = session.post(f"{server.http_url}/detokenize", json={"tokens": reported["tokens"]}, timeout=60).json()
+        assert back == {"prompt": tokenizer.decode(reported["tokens"], skip_special_tokens=False)}
 
 
 def test_a_chat_is_counted_as_it_is_asked(server, session):

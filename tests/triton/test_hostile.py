@@ -21,7 +21,7 @@ from tests.half_requests import NEEDS_SOCK_DIAG, HalfRequests
 from tests.hostile_requests import REFUSED, changed
 from tests.patience import wait_until
 from tests.triton.asking import wait_until_idle
-from tests.triton.unharmed import a_channel, a_stub, pids, said, unbroken_server
+from tests.triton.server_checks import a_channel, a_stub, pids, said, unbroken_server
 
 METHODS = [method.name for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
 MEGABYTES_4 = 4 << 20

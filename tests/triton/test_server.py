@@ -48,10 +48,10 @@ def test_tritons_http_client_finds_its_port_and_the_health_port_ready(server):
             assert client.is_server_live() and client.is_server_ready()
     with triton_http.InferenceServerClient(f"127.0.0.1:{port}") as client:
         assert client.is_model_ready("model")
-        told = client.get_model_metadata("model")
+        reported = client.get_model_metadata("model")
     with GrpcStream(server) as stream:
-        assert told == stream.client.get_model_metadata("model", as_json=True) | {
-            name: [{**tensor, "shape": [1]} for tensor in told[name]] for name in ("inputs", "outputs")
+        assert reported == stream.client.get_model_metadata("model", as_json=True) | {
+            name: [{**tensor, "shape": [1]} for tensor in reported[name]] for name in ("inputs", "outputs")
         }  # protobuf writes numbers of 64 bits as texts
     body = json.dumps({"IN": json.dumps({"messages": CHAT, "temperature": 0})}).encode()
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/model/generate", body) as response:
@@ -61,9 +61,9 @@ def test_tritons_http_client_finds_its_port_and_the_health_port_ready(server):
 
 def test_a_maximum_that_the_server_has_no_room_for_is_reduced_for_openais_client(client):
     asked = {"model": "default", "messages": CHAT, "temperature": 0, "max_tokens": 4096}
-    told = client.chat.completions.with_raw_response.create(**asked)
-    assert told.headers["X-Reduced-Max-Tokens"] == "1024"
-    assert "Paris" in told.parse().choices[0].message.content
+    reported = client.chat.completions.with_raw_response.create(**asked)
+    assert reported.headers["X-Reduced-Max-Tokens"] == "1024"
+    assert "Paris" in reported.parse().choices[0].message.content
     cut = client.chat.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0]
     assert cut.finish_reason == "length"
 

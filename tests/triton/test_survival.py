@@ -227,8 +227,8 @@ def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_com
     assert 30 <= len(known) < count
     assert sum((json.loads(line)["token_ids"] for line in lines), []) == expected
     assert known + sum((answer["token_ids"] for answer in again.close()), []) == expected
-    told = [json.loads(line[6:])["choices"][0]["delta"].get("content") or "" for line in events if b"{" in line]
-    assert "".join(told) == first.lines[-1]["tokens_all"]
+    reported = [json.loads(line[6:])["choices"][0]["delta"].get("content") or "" for line in events if b"{" in line]
+    assert "".join(reported) == first.lines[-1]["tokens_all"]
     # Also the steps that ran when they were cut, which are as many as the machine is slow; an answer that was begun
     # anew would be 30 tokens more, at least.
     assert settled(num_generated, running) - before < 3 * count + 30

@@ -105,8 +105,8 @@ class World:
             presence_penalty=rng.choice([0, 0, 0, 0.5]),  # its tokens are never pending
             stop_token_ids=(prompt[-1] + rng.randint(1, 40), rng.randrange(1009)),
         )
-        standing = {"owner": rng.choice("ab"), "priority": rng.choice([0, 0, 1])}
-        request = Request(str(len(self.requests)), list(prompt), len(prompt), sampling, **standing)
+        position = {"owner": rng.choice("ab"), "priority": rng.choice([0, 0, 1])}
+        request = Request(str(len(self.requests)), list(prompt), len(prompt), sampling, **position)
         self.requests[request.request_id] = request
         return request
 

@@ -11,16 +11,16 @@ from engine.file_lock import file_lock
 
 
 def test_the_second_is_notified_of_waiting_and_comes_next(tmp_path):
-    path, told, order = tmp_path / "lock", threading.Event(), []
+    path, notified, order = tmp_path / "lock", threading.Event(), []
 
     def second():
-        with file_lock(path, told.set):
+        with file_lock(path, notified.set):
             order.append("second")
 
     with file_lock(path, pytest.fail):
         thread = threading.Thread(target=second)
         thread.start()
-        assert told.wait(60)
+        assert notified.wait(60)
         order.append("first")
     thread.join()
     assert order == ["first", "second"]

@@ -108,11 +108,11 @@ def test_the_stages_of_a_request_follow_one_another_and_tell_numbers_only(collec
     ends = [spans[name]["endTimeUnixNano"] for name in ("queue", "prefill", "decode")]
     starts = [spans[name]["startTimeUnixNano"] for name in ("queue", "prefill", "decode")]
     assert ends[:2] == starts[1:] and starts[1] == str(int(began * 1e9)) and starts[0] == whole["startTimeUnixNano"]
-    told = whole["attributes"]
-    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (str(len(ids)), "3")
-    assert (told["gen_ai.usage.cache_read.input_tokens"], told["gen_ai.request.model"]) == ("2", "m")
-    assert (told["gen_ai.request.max_tokens"], told["gen_ai.request.temperature"]) == ("7", 0.5)
-    assert told["gen_ai.response.finish_reasons"] == {"values": [{"stringValue": "stop"}]}
+    attributes = whole["attributes"]
+    assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (str(len(ids)), "3")
+    assert (attributes["gen_ai.usage.cache_read.input_tokens"], attributes["gen_ai.request.model"]) == ("2", "m")
+    assert (attributes["gen_ai.request.max_tokens"], attributes["gen_ai.request.temperature"]) == ("7", 0.5)
+    assert attributes["gen_ai.response.finish_reasons"] == {"values": [{"stringValue": "stop"}]}
     assert SECRET.encode() not in b"".join(collector.payloads)
 
 
@@ -123,10 +123,12 @@ def test_the_engine_says_when_a_request_began():
     loop.add(first)
     loop.add(second)
     loop.step()
-    began_at, told = first.began_at, {}
+    began_at, attributes = first.began_at, {}
     while not loop.is_idle:
-        told |= {update.request.request_id: update.prompt_outputs for update in loop.step() if update.prompt_outputs}
-    assert before <= began_at == told["a"].began_at < told["b"].began_at <= time.time()
+        attributes |= {
+            update.request.request_id: update.prompt_outputs for update in loop.step() if update.prompt_outputs
+        }
+    assert before <= began_at == attributes["a"].began_at < attributes["b"].began_at <= time.time()
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "away"])

@@ -29,12 +29,12 @@ class Hosts:
         self.ips = tuple(f"127.0.0.{n + 1}" for n in range(count))
         self.machines = [Machines(self.ips, host, count) for host in range(count)]
         [self.port] = free_ports(1)
-        self.told = []
+        self.waits = []
 
     def master(self):
         """(followers, peers), in time."""
-        master = in_thread(rendezvous.wait_for_followers, self.machines[0], self.port, FACTS, self.told.append)
-        wait_until(lambda: self.told)
+        master = in_thread(rendezvous.wait_for_followers, self.machines[0], self.port, FACTS, self.waits.append)
+        wait_until(lambda: self.waits)
         return master
 
     def follower(self, host, facts=FACTS):
@@ -90,10 +90,10 @@ def test_four_hosts_meet_and_each_is_connected_with_all_in_their_order(order):
 def test_the_master_tells_for_whom_it_waits():
     three = Hosts(3)
     master = three.master()
-    assert three.told == ["waits for 127.0.0.2, 127.0.0.3"]
+    assert three.waits == ["waits for 127.0.0.2, 127.0.0.3"]
     followers = [three.follower(1)]
-    wait_until(lambda: len(three.told) > 1)
-    assert three.told[1] == "waits for 127.0.0.3"
+    wait_until(lambda: len(three.waits) > 1)
+    assert three.waits[1] == "waits for 127.0.0.3"
     followers.append(three.follower(2))
     speak([each.result(PATIENCE_S)[1] for each in (master, *followers)])
 
@@ -160,9 +160,9 @@ def test_a_host_that_waits_and_ends_is_waited_for_again():
     three = Hosts(3)
     master = three.master()
     sock = three.call(1, rendezvous.FOLLOW, FACTS)
-    wait_until(lambda: three.told[-1] == "waits for 127.0.0.3")
+    wait_until(lambda: three.waits[-1] == "waits for 127.0.0.3")
     sock.close()
-    wait_until(lambda: three.told[-1] == "waits for 127.0.0.2, 127.0.0.3")
+    wait_until(lambda: three.waits[-1] == "waits for 127.0.0.2, 127.0.0.3")
     followers = [three.follower(1), three.follower(2)]
     speak([each.result(PATIENCE_S)[1] for each in (master, *followers)])
 
@@ -171,7 +171,7 @@ def test_a_host_that_calls_again_takes_the_place_of_its_earlier_call():
     three = Hosts(3)
     master = three.master()
     with three.call(1, rendezvous.FOLLOW, FACTS) as earlier:
-        wait_until(lambda: three.told[-1] == "waits for 127.0.0.3")
+        wait_until(lambda: three.waits[-1] == "waits for 127.0.0.3")
         followers = [three.follower(1)]
         assert is_closed(earlier)
         followers.append(three.follower(2))

@@ -155,7 +155,7 @@ def test_no_bit_of_an_answer_depends_on_the_adapters_of_others(exported, mixed, 
 def test_answers_to_one_prompt_and_searches_have_its_adapter(adapter, checkpoint, exported, tmp_path):
     one = adapter("qwen2", 1)
     export(merged(tmp_path / "merged", checkpoint("qwen2"), one[1]), tmp_path / "graph", ExportOptions(block_size=16))
-    told = []
+    reported = []
     for graph_dir, given in ((exported("qwen2", block_size=BLOCK_SIZE), one), (tmp_path / "graph", ())):
         config = replace(BASE, block_bs=4, max_num_batched_tokens=32, **HAS_SOME)
         executor = an_executor(graph_dir, config)
@@ -163,9 +163,9 @@ def test_answers_to_one_prompt_and_searches_have_its_adapter(adapter, checkpoint
         leader, *forks = (Request(f"f.{n}", list(PROMPT), len(PROMPT), each) for n, each in enumerate(samplings))
         leader.forks = forks
         token_ids, _, _ = run_loop(EngineLoop(executor, 400, config), a_search("s", PROMPT, 3, adapter=given), leader)
-        told.append([answers_of(token_ids, name, 3) for name in "sf"])
+        reported.append([answers_of(token_ids, name, 3) for name in "sf"])
         executor.close()
-    assert told[0] == told[1]
+    assert reported[0] == reported[1]
 
 
 def test_blocks_are_shared_by_requests_with_the_same_adapter_and_salt_only():
@@ -180,13 +180,13 @@ class Memory:
     """An executor as far as adapters go."""
 
     def __init__(self):
-        self.held, self.told = [], []
+        self.held, self.reported = [], []
 
     def load_adapter(self, adapter):
         if adapter[1] == "missing":
             raise InvalidRequest("it is missing")
         self.held.append(adapter[0])
-        self.told.append(adapter[0])
+        self.reported.append(adapter[0])
 
     def drop_adapter(self, adapter_id):
         self.held.remove(adapter_id)
@@ -197,7 +197,7 @@ def test_the_least_recently_used_adapter_is_evicted():
     adapters = Adapters(memory, 2, lambda: used)
     for name in ("a", "b", "a", "c"):
         adapters.need((name, ""))
-    assert (memory.held, memory.told) == (["a", "c"], ["a", "b", "c"])
+    assert (memory.held, memory.reported) == (["a", "c"], ["a", "b", "c"])
     used |= {"a", "c"}
     with pytest.raises(Overloaded, match=r"requests of 2 adapters run or wait, .* MAX_LORAS\(2\)"):
         adapters.need(("d", ""))

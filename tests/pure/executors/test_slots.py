@@ -117,10 +117,10 @@ def test_penalties_see_the_answer_and_repetition_also_the_prompt(penalties, seen
 @pytest.mark.parametrize(("penalties", "seen"), [({}, {}), ({"repetition_penalty": 1.5}, {1: 0, 2: 25, 3: 1})])
 def test_what_the_penalties_see_is_the_same_however_the_answer_came(penalties, seen):
     tokens = [2, 3, *[2] * 24]
-    grown, told = slots_with(an_arrival(0, [1, 2], **penalties)), an_arrival(0, [1, 2], tokens, **penalties)
+    grown, resumed = slots_with(an_arrival(0, [1, 2], **penalties)), an_arrival(0, [1, 2], tokens, **penalties)
     for token_id in tokens:
         choose(grown, token_id)
-    assert dict(rows_of(grown, 0).seen_of(0)) == dict(rows_of(slots_with(told), 0).seen_of(0)) == seen
+    assert dict(rows_of(grown, 0).seen_of(0)) == dict(rows_of(slots_with(resumed), 0).seen_of(0)) == seen
 
 
 def choose(slots, *token_ids, row=None):
@@ -143,9 +143,9 @@ def test_stop_ids_are_banned_until_the_least_length(num_new_tokens, banned):
 def test_a_bad_word_is_banned_at_its_last_token(answer, banned):
     """The prompt ends with 5, which does not begin the word: the word must be in the answer as a whole."""
     slots = slots_with(an_arrival(0, [1, 5], bad_words=((4,), (5, 6), (5, 6, 7))))
-    told = slots_with(an_arrival(0, [1, 5], answer, bad_words=((4,), (5, 6), (5, 6, 7))))
+    resumed = slots_with(an_arrival(0, [1, 5], answer, bad_words=((4,), (5, 6), (5, 6, 7))))
     drafted = rows_of(slots, 0, tails=[answer])
-    for rows in (drafted, rows_of(told, 0)):
+    for rows in (drafted, rows_of(resumed, 0)):
         assert [token_id for token_id, _ in pairs_of(rows, 0)] == banned
 
 

@@ -124,13 +124,13 @@ def test_a_chat_template_that_knows_query_and_document_writes_the_pair(tmp_path)
     assert processor.process(parse_request(asked)).token_ids == tokenizer.encode("ab ? ba !", add_special_tokens=False)
     with pytest.raises(InvalidRequest, match="exceeds the limit MAX_SEQ_LEN"):
         processor.process(parse_request({**asked, "text_pair": "b" * 60}))
-    told = {"chat_template_kwargs": {"instruction": "i"}}
-    assert processor.process(parse_request({**asked, **told})).token_ids
+    instructed = {"chat_template_kwargs": {"instruction": "i"}}
+    assert processor.process(parse_request({**asked, **instructed})).token_ids
     demo = Tokenizer.load(ROOT / "demo_model")
     joining = replace(processor, tokenizer=demo, vocab_size=2048, joins_pairs=True)
     joined = joining.process(parse_request({**asked, "text": "Par", "text_pair": "is"})).token_ids
     assert joined == demo.encode("Paris") != demo.encode("Par", pair="is")
     with pytest.raises(InvalidRequest, match="`chat_template_kwargs` needs a chat template that writes pairs"):
-        joining.process(parse_request({**asked, **told}))
+        joining.process(parse_request({**asked, **instructed}))
     with pytest.raises(InvalidRequest, match="`pooling` is score, which needs a checkpoint with a head"):
         replace(processor, classifier=None).process(parse_request(asked))

@@ -140,17 +140,17 @@ def test_a_conversation_is_a_chat_to_the_model():
 
 
 def test_fields_reach_the_model_as_those_of_a_chat_do():
-    form = {"type": "json_schema", "schema": {"type": "object"}}
+    output_format = {"type": "json_schema", "schema": {"type": "object"}}
     body = sent(
         {"reasoning_parser": "none"},
         **{"stop_sequences": ["x"], "system": "s", "max_tokens": 10**9},
-        **{"output_config": {"format": form, "effort": "low"}},
+        **{"output_config": {"format": output_format, "effort": "low"}},
         extra_body={"seed": 3, "temperature": 0.5, "top_k": 5},
     )
     assert {**body, "stop": ["x"], "temperature": 0.5, "top_k": 5, "max_tokens": 10**9, "seed": 3} == body
     assert body["cut_max_dec_len"] is True
-    assert body["response_format"]["json_schema"]["schema"] == form["schema"]
-    assert sent(extra_body={"output_format": form})["response_format"] == body["response_format"]
+    assert body["response_format"]["json_schema"]["schema"] == output_format["schema"]
+    assert sent(extra_body={"output_format": output_format})["response_format"] == body["response_format"]
     assert body["chat_template_kwargs"] == {"reasoning_effort": "low"}
     prefilled = sent({"reasoning_parser": "none"}, messages=[*MESSAGES, {"role": "assistant", "content": "It is"}])
     assert prefilled["chat_template_kwargs"] == {"continue_final_message": True}
@@ -241,8 +241,8 @@ def test_errors_are_the_clients_exceptions_before_the_first_event_and_after_it()
 
 
 def test_an_error_of_the_model_about_a_grammar_blames_the_field_that_has_it():
-    form = {"type": "json_schema", "schema": {"type": "object"}}
-    for name, fields in (("output_config", {"format": form}), ("output_format", form)):
+    output_format = {"type": "json_schema", "schema": {"type": "object"}}
+    for name, fields in (("output_config", {"format": output_format}), ("output_format", output_format)):
         backend = FakeBackend(InvalidRequest("`{field}` cannot be compiled", field="response_format"))
         with running(backend) as gateway:
             _, answer = gateway.refused(PATH, {**ASKED, name: fields})

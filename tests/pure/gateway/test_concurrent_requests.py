@@ -104,10 +104,10 @@ def test_one_that_has_answers_waits_until_others_make_room_and_gives_up_after_it
     async def crowded_out(timeout_s, until):
         answers = run_concurrently([partial(model.answer, index) for index in range(4)], AT_ONCE, timeout_s)
         async with contextlib.aclosing(answers):
-            told = [(await anext(answers))[0]]
+            reported = [(await anext(answers))[0]]
             model.room = 0
             asyncio.get_running_loop().call_later(until, setattr, model, "room", 1)
-            return sorted([*told, *[index async for index, _ in answers]])
+            return sorted([*reported, *[index async for index, _ in answers]])
 
     assert asyncio.run(crowded_out(TIMEOUT_S, 0.05)) == [0, 1, 2, 3]
     model.room = 2

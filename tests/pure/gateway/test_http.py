@@ -111,7 +111,7 @@ def test_a_body_that_does_not_end_is_refused_and_its_connection_closed(monkeypat
         first, *later = body if isinstance(body, list) else [body]
         head = b"POST %s HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n" % path.encode()
         connection.sock.sendall(head + first)
-        assert connection.sock.recv(1, socket.MSG_PEEK)  # it is told to go on
+        assert connection.sock.recv(1, socket.MSG_PEEK)  # 100 Continue has arrived
         for packet in later:  # read apart from the head, with which it would fail at once
             connection.sock.sendall(packet)
         response = http.client.HTTPResponse(connection.sock, method="POST")

@@ -1,4 +1,4 @@
-"""Clients that leave, models that fall silent, and workers that are told to stop."""
+"""Clients that leave, models that fall silent, and workers that are asked to stop."""
 
 import contextlib
 import http.client
@@ -97,7 +97,7 @@ def test_a_client_that_closes_its_half_of_the_connection_gets_its_answer(stream)
     backend = FakeBackend(WAIT, "a", "b")
     with running(backend) as gateway, asked_and_half_closed(gateway, {**NATIVE, "stream": stream}) as client:
         assert backend.waiting.acquire(timeout=PATIENCE_S)
-        assert client.recv(8, socket.MSG_PEEK) == b"HTTP/1.1"  # it is told to go on
+        assert client.recv(8, socket.MSG_PEEK) == b"HTTP/1.1"  # 100 Continue has arrived
         assert not backend.cancelled.acquire(timeout=0.5)
         backend.go()
         response = http.client.HTTPResponse(client, method="POST")

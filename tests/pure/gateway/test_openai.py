@@ -285,8 +285,8 @@ def test_offsets_of_tokens_are_those_in_the_text(text, tokens, offsets):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_token_that_is_left_out_of_the_text_does_not_shift_the_offsets_after_it(stream):
     class Skipping(FakeBackend):
-        def gained(self, body, texts, text):
-            fields = super().gained(body, texts, text)
+        def delta_fields(self, body, texts, text):
+            fields = super().delta_fields(body, texts, text)
             return fields | {"token": ""} if text == "<|im_end|>" else fields
 
     with client_for(Skipping("ab", "<|im_end|>", "c", "d")) as client:
@@ -301,5 +301,5 @@ def test_a_part_of_a_character_is_named_by_its_bytes():
 
 
 def test_a_token_without_a_logprob_gets_the_lowest_one():
-    [told] = of_chat([TokenLogprob(7)])["content"]
-    assert told == {"token": "", "logprob": -9999.0, "bytes": [], "top_logprobs": []}
+    [reported] = of_chat([TokenLogprob(7)])["content"]
+    assert reported == {"token": "", "logprob": -9999.0, "bytes": [], "top_logprobs": []}

@@ -109,8 +109,8 @@ def test_the_clients_own_parser_gets_its_object_and_the_model_the_schema():
     with running(backend) as gateway, openai_client(gateway) as client:
         parsed = client.responses.parse(**ASKED, text_format=Capital).output_parsed
     assert parsed == Capital(name="Paris")
-    form = backend.bodies[0]["response_format"]
-    assert form["type"] == "json_schema" and "name" in form["json_schema"]["schema"]["properties"]
+    output_format = backend.bodies[0]["response_format"]
+    assert output_format["type"] == "json_schema" and "name" in output_format["json_schema"]["schema"]["properties"]
 
 
 def test_a_conversation_is_a_chat_to_the_model():

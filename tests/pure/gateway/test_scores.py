@@ -86,8 +86,8 @@ def test_tokens_may_be_named_by_their_ids():
     with client_for(FakeBackend("a")) as client:
         chat = client.chat.completions.create(**A_CHAT, logprobs=True, top_logprobs=1, extra_body=asked)
         echo = client.completions.create(**LM_EVAL, prompt=[1, 2, 3], extra_body=asked).choices[0].logprobs
-    [told] = chat.choices[0].logprobs.content
-    assert (told.token, told.top_logprobs[0].token, told.bytes) == ("token_id:7", "token_id:7", [97])
+    [reported] = chat.choices[0].logprobs.content
+    assert (reported.token, reported.top_logprobs[0].token, reported.bytes) == ("token_id:7", "token_id:7", [97])
     assert echo.tokens == ["token_id:1", "token_id:2", "token_id:3", "token_id:7", "token_id:2"]
     assert echo.top_logprobs[1] == {"token_id:2": -1.5, "token_id:4": -0.25}
 
@@ -105,8 +105,8 @@ def test_no_token_at_all_may_be_asked_for():
 
 def test_a_stream_begins_with_what_its_prompt_tells_although_there_is_no_text_yet():
     class Late(FakeBackend):
-        def gained(self, body, texts, text):
-            return super().gained(body, texts, text) | {"token": ""}
+        def delta_fields(self, body, texts, text):
+            return super().delta_fields(body, texts, text) | {"token": ""}
 
     with running(Late("a", "b")) as gateway:
         body = {"prompt": "x", "stream": True, "return_token_ids": True}

@@ -175,15 +175,15 @@ def test_a_schema_of_the_text_leaves_room_for_calls(tmp_path, name):
     ask(backend, settings, **asked, parallel_tool_calls=False)
     [body] = backend.bodies
     assert body["response_format"] == {"type": "text"} and len(body["chat_template_kwargs"]["tools"]) == 3
-    told, grammar = set(), body["guided_grammar"]
+    reported, grammar = set(), body["guided_grammar"]
     with contextlib.closing(GrammarPool(partial(Tokenizer.load, tmp_path), VOCAB_SIZE)) as grammars:
         guided = Guided(Tokenizer.load(tmp_path), grammars=grammars)
         for seed in range(16):
             text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
             content, _, calls = read(text, calls=FORMATS[name], names=["weather", "time", "odd"])
             assert bool(content) != bool(calls)
-            told |= {name for name, _ in calls} or {content}
-    assert {"weather", "time"} < told and told - {"weather", "time", "odd"} <= {"{}", '{"city": "Rome"}'}
+            reported |= {name for name, _ in calls} or {content}
+    assert {"weather", "time"} < reported and reported - {"weather", "time", "odd"} <= {"{}", '{"city": "Rome"}'}
     for fields in ({"response_format": {"type": "text"}}, {"response_format": CITY, "tools": []}):
         ask(backend, settings, **fields)
         assert "guided_grammar" not in backend.bodies[-1]
@@ -280,11 +280,11 @@ SAID = {"messages": MESSAGES}
 @pytest.mark.parametrize("strict", [None, False])
 def test_a_schema_that_is_not_strict_is_accepted_and_unenforced_keywords_are_reported_in_every_protocol(path, strict):
     schema = {"schema": {"items": {"not": {"type": "null"}}}, **({} if strict is None else {"strict": strict})}
-    form = {"type": "json_schema", "name": "x", **schema}
+    output_format = {"type": "json_schema", "name": "x", **schema}
     asked = {
         CHAT: {**SAID, "response_format": {"type": "json_schema", "json_schema": schema}},
-        "/v1/responses": {"input": "hi", "text": {"format": form}},
-        "/v1/messages": {**SAID, "max_tokens": 9, "output_config": {"format": form}},
+        "/v1/responses": {"input": "hi", "text": {"format": output_format}},
+        "/v1/messages": {**SAID, "max_tokens": 9, "output_config": {"format": output_format}},
     }[path]
     with running(FakeBackend("[]")) as gateway:
         status, headers, _ = gateway.send("POST", path, asked)
@@ -293,9 +293,9 @@ def test_a_schema_that_is_not_strict_is_accepted_and_unenforced_keywords_are_rep
 
 
 def test_a_native_answer_tells_what_is_not_enforced():
-    form = {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "null"}}, "strict": False}}
+    output_format = {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "null"}}, "strict": False}}
     with running(FakeBackend("[]")) as gateway:
-        status, headers, _ = gateway.send("POST", CHAT, {"text": "hi", "response_format": form})
+        status, headers, _ = gateway.send("POST", CHAT, {"text": "hi", "response_format": output_format})
     assert (status, headers["X-Unenforced-Keywords"]) == (200, "not at $")
 
 
@@ -341,7 +341,7 @@ def test_without_a_parser_or_a_thought_all_is_content():
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
 @pytest.mark.parametrize(
-    ("thought", "script", "told"),
+    ("thought", "script", "reported"),
     [
         ("does", ["Paris", "?\n</th", "ink>\n\nParis."], ("Paris?", "Paris.")),
         ("may", ["Paris", "."], ("", "Paris.")),
@@ -350,7 +350,7 @@ def test_without_a_parser_or_a_thought_all_is_content():
     ],
 )
 def test_whether_a_model_thinks_is_what_it_knows_of_the_prompt_whatever_was_asked(
-    parser, thought, script, told, stream
+    parser, thought, script, reported, stream
 ):
     """A template may open a thought although the client wants none, or close it because of a flag of its own."""
     for asked in ({}, {"enable_thinking": False}, {"reasoning_effort": "none"}):
@@ -362,7 +362,7 @@ def test_whether_a_model_thinks_is_what_it_knows_of_the_prompt_whatever_was_aske
             parts = [chunk.choices[0].delta.to_dict() for chunk in answer if chunk.choices[0].index == 1]
         else:
             parts = [answer.message.to_dict()]
-        assert tuple("".join(part.get(kind) or "" for part in parts) for kind in KINDS) == told
+        assert tuple("".join(part.get(kind) or "" for part in parts) for kind in KINDS) == reported
 
 
 # What the model's files say

@@ -1,4 +1,4 @@
-"""Answers of a given form: what a model of random opinions says, with the real sampler and the real grammars."""
+"""Tests of structured output from a model with random logits, with the real sampler and the real grammars."""
 
 import random
 import re
@@ -199,9 +199,9 @@ def test_a_thought_ends_when_its_tokens_are_spent(tokenizer, method):
     reasoning = limited_reasoning(5, ">", (end, *STOP_IDS))
 
     def ids(name, begin, likes):
-        form = ("reasoning_max_tokens", unconstrained_answer(reasoning, begin))
+        structured_output = ("reasoning_max_tokens", unconstrained_answer(reasoning, begin))
         options = {"temperature": 1.0, "max_new_tokens": 30, "stop_token_ids": STOP_IDS, "logit_bias": likes}
-        guided.run(Request(name, list(PROMPT), len(PROMPT), Sampling(**options, structured_output=form)))
+        guided.run(Request(name, list(PROMPT), len(PROMPT), Sampling(**options, structured_output=structured_output)))
         return guided.token_ids[name]
 
     never = (end, -100.0)

@@ -50,9 +50,12 @@ def grammars(**settings):
 
 def raw_request(name, schema, owner="", **sampling):
     """Return a request that has not been checked."""
-    form = ("guided_json", json.dumps({"grammars": [{"json_schema": schema}]}))
+    structured_output = ("guided_json", json.dumps({"grammars": [{"json_schema": schema}]}))
     request = Request(
-        name, list(PROMPT), len(PROMPT), Sampling(900, stop_token_ids=STOP_IDS, structured_output=form, **sampling)
+        name,
+        list(PROMPT),
+        len(PROMPT),
+        Sampling(900, stop_token_ids=STOP_IDS, structured_output=structured_output, **sampling),
     )
     request.owner = owner
     return request

@@ -72,10 +72,10 @@ def test_the_engine_gets_the_queue_position_of_a_request():
         first = submit(client, [5], 500)
         wait_until(lambda: first.token_ids)
         order = []
-        for name, standing in (("usual", ("", 0)), ("late", ("a", 3)), ("urgent", ("", -1))):
+        for name, queue_position in (("usual", ("", 0)), ("late", ("a", 3)), ("urgent", ("", -1))):
             listener = Collector()
             listener.ends = Ends(name, order)
-            client.submit([7], [Submission(name, Sampling(1, temperature=0), listener)], queue_position=standing)
+            client.submit([7], [Submission(name, Sampling(1, temperature=0), listener)], queue_position=queue_position)
         client.cancel(first.request_id)
         wait_until(lambda: len(order) == 3)
     assert order == ["urgent", "usual", "late"]

@@ -205,15 +205,15 @@ def test_ranks_that_are_not_at_the_same_op_say_so(num_hosts):
     errors = list(map(str, run_processes(2, bring_something_else, num_hosts=num_hosts)))
     who = "host" if num_hosts == 2 else "rank"
     message = "all_reduce: this rank is at an all_reduce of {} values, {} {} at an all_reduce of {} values"
-    told = [message.format(6, who, 1, 8), message.format(8, who, 0, 6)]
+    reported = [message.format(6, who, 1, 8), message.format(8, who, 0, 6)]
     ends = (
         "has been ended",
         "it was closed",
         "reset by peer",
         "Broken pipe",
     )  # what is heard of one that was faster to raise
-    assert errors[0] == told[0] or errors[1] == told[1]
-    assert all(error in told or error.endswith(ends) for error in errors)
+    assert errors[0] == reported[0] or errors[1] == reported[1]
+    assert all(error in reported or error.endswith(ends) for error in errors)
 
 
 def use_paddle(rank):

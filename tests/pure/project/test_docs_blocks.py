@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 LANGUAGES = {"", "bash", "python", "json", "ini", "promql", "tree"}
-# Programs that are not of this repository, which its readers are told to call.
+# Programs that are not of this repository, which the documentation tells readers to call.
 OTHER_PROGRAMS = {
     "cd",
     "curl",

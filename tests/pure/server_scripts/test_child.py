@@ -70,7 +70,7 @@ def crash(tmp_path):
 
     def crash(name=None, has_progressed=False):
         child.start()
-        assert not suspect.exists()  # it was told of the process before
+        assert not suspect.exists()  # the process was announced before
         if name:
             suspect.write_text(name)
         if has_progressed:

@@ -100,14 +100,14 @@ def test_a_link_in_place_of_a_folder_is_not_followed(folder, capsys):
 
 
 def test_a_sigterm_stops_a_server_and_then_the_command(folder):
-    command = "echo started; trap 'echo told to end; exit 3' TERM; while :; do read -r line; done"
+    command = "echo started; trap 'echo asked to end; exit 3' TERM; while :; do read -r line; done"
     with contained(folder, "bash", "-c", command, stdin=subprocess.PIPE) as process:
         assert process.stdout.readline() == "started\n"
         process.send_signal(signal.SIGINT)  # of a terminal, which the command has got as well
         process.send_signal(signal.SIGTERM)
         said = process.stdout.read().splitlines()
     assert "stop_server: no server was running" in said
-    assert (said[-1], process.returncode) == ("told to end", 3)
+    assert (said[-1], process.returncode) == ("asked to end", 3)
 
 
 def test_processes_that_have_lost_their_parent_are_reaped(folder):

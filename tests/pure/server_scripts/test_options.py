@@ -208,5 +208,5 @@ def test_a_shell_completes_the_options_of_every_command_and_what_they_take(shell
         typed.append(f"COMP_WORDS=({' '.join(words)} '{word}'); COMP_CWORD={len(words)}; _llm_{words[0]}")
     calls = "\n".join(f'{each}; echo "${{COMPREPLY[@]}}"' for each in typed)
     ask = ["bash", "-c", f"{scripts.replace(first, '')}\n{calls}"]
-    told = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert [set(line.split()) for line in told.splitlines()] == [*asked.values()]
+    reported = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [set(line.split()) for line in reported.splitlines()] == [*asked.values()]

@@ -1,4 +1,4 @@
-"""Ports: which are taken, by whom, and what the operator is told."""
+"""Tests of ports: which are taken, by which process, and the error that the operator gets."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The model is changed under a server that runs on, with fake children: what they are told, and what becomes of it."""
+"""Tests of reloading the model of a running server, with fake children: the commands that they get, and the result."""
 
 import json
 import os

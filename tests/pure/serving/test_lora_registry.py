@@ -23,7 +23,7 @@ from tests.lora_adapters import make_adapter
 from tests.patience import PATIENCE_S
 from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, an_input_processor
 
-NOBODY = Owner()
+NO_OWNER = Owner()
 A = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
 
 
@@ -205,11 +205,11 @@ def folder(good, tmp_path):
     return folder
 
 
-def load(names, name, path, owner=NOBODY):
+def load(names, name, path, owner=NO_OWNER):
     return names.answer({"load_lora_adapter": {"lora_name": name, "lora_path": str(path)}}, owner)
 
 
-def unload(names, name, owner=NOBODY):
+def unload(names, name, owner=NO_OWNER):
     return names.answer({"unload_lora_adapter": {"lora_name": name}}, owner)
 
 
@@ -303,7 +303,7 @@ def test_the_next_process_of_the_server_has_what_the_last_one_had(model, folder,
     names = LoraRegistry.of_server(config)
     load(names, "two", "a")
     unload(names, "one")
-    shutil.rmtree(folder / "a")  # the names stay as they are; requests will be told
+    shutil.rmtree(folder / "a")  # the names stay as they are; requests get the error
     assert LoraRegistry.of_server(config).find("two") == names.find("two")
     with pytest.raises(AdapterError, match="cannot be read"):  # another model begins with the settings
         LoraRegistry.of_server(Config(**{**vars(config), "graph_dir": str(exported("qwen2"))}))

@@ -161,10 +161,10 @@ def test_the_scores_of_a_prompt_come_once_whatever_the_engine_does(service, addr
         assert sender.final["tokens_all_ids"] == sender.expected
     for index in range(2):
         first, *others = [fields for fields, _ in sender.sent if fields["index"] == index]
-        told = first["prompt_logprobs"]
-        assert [each["token_id"] for each in told] == first["prompt_token_ids"] == prompt
-        assert [each.get("logprob") for each in told] == [None] + [-token_id / 8 for token_id in prompt[1:]]
-        assert [each["top"][0]["token_id"] for each in told[1:]] == prompt[1:]
+        reported = first["prompt_logprobs"]
+        assert [each["token_id"] for each in reported] == first["prompt_token_ids"] == prompt
+        assert [each.get("logprob") for each in reported] == [None] + [-token_id / 8 for token_id in prompt[1:]]
+        assert [each["top"][0]["token_id"] for each in reported[1:]] == prompt[1:]
         assert not any("prompt_logprobs" in fields for fields in others)
 
 
@@ -191,8 +191,8 @@ def test_a_request_for_no_token_brings_scores_embeddings_or_nothing(service, add
         assert ask(service, 2, list(range(9)), 0).final["usage"]["completion_tokens"] == 0
         assert ask(service, 3, list(range(9)), 4).final["usage"]["cached_tokens"] == 8
         for pooling, hidden in (("last", 8), ("mean", 4)):
-            told = ask(service, pooling, list(range(9)), 4, seed=None, pooling=pooling).final
-            assert np.frombuffer(base64.b64decode(told["embedding"]), np.float32).tolist() == [hidden]
+            reported = ask(service, pooling, list(range(9)), 4, seed=None, pooling=pooling).final
+            assert np.frombuffer(base64.b64decode(reported["embedding"]), np.float32).tolist() == [hidden]
         for field, fields in {
             "n": {"max_dec_len": 0, "n": 2},
             "prompt_logprobs": {"pooling": "last", "prompt_logprobs": 0},

@@ -233,9 +233,9 @@ def test_what_is_seen_without_compiling_blames_the_field(tokenizer):
 
 def test_the_setting_forbids_whitespace_unless_the_request_says_otherwise(tokenizer):
     def options(settings, **fields):
-        field, form = asked(tokenizer, settings, guided_json=SCHEMA, **fields)
+        field, structured_output = asked(tokenizer, settings, guided_json=SCHEMA, **fields)
         assert field == "guided_json"
-        [grammar] = json.loads(form)["grammars"]
+        [grammar] = json.loads(structured_output)["grammars"]
         return grammar["json_schema"]["x-guidance"]
 
     compact, loose = options({"any_whitespace": False}), options({})

@@ -28,8 +28,8 @@ def vocabulary(tokenizer):
 
 def compiled(vocabulary, schema):
     compact = {**schema, "x-guidance": {"whitespace_flexible": False}}
-    form = json.dumps({"grammars": [{"json_schema": compact}]})
-    return LLMatcher(vocabulary.of_library, form, log_level=0)
+    structured_output = json.dumps({"grammars": [{"json_schema": compact}]})
+    return LLMatcher(vocabulary.of_library, structured_output, log_level=0)
 
 
 def allows(vocabulary, schema, text):

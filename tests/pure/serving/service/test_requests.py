@@ -29,14 +29,14 @@ def test_a_request_is_answered_as_its_tokens_come(service, engine):
     assert service.latency.num_ended == {"length": 1}
 
 
-@pytest.mark.parametrize(("max_dec_len", "told"), [(50, None), (51, 50)])
-def test_the_first_response_tells_to_what_the_length_of_the_answer_was_reduced(service, engine, max_dec_len, told):
+@pytest.mark.parametrize(("max_dec_len", "reported"), [(50, None), (51, 50)])
+def test_the_first_response_tells_to_what_the_length_of_the_answer_was_reduced(service, engine, max_dec_len, reported):
     sender = service.ask([1, 2], max_dec_len=max_dec_len, cut_max_dec_len=True)
     engine.give([1, 2], b"ab")
     wait_until(lambda: sender.sent)
     engine.give([1, 2], b"cd", "length")
     assert sender.final["finish_reason"] == "length"
-    assert [fields.get("max_dec_len") for fields, _ in sender.sent] == [told, None]
+    assert [fields.get("max_dec_len") for fields, _ in sender.sent] == [reported, None]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_the_engine_gets_the_queue_position_and_an_api_key_cannot_be_made_more_u
         sender = service.ask([number + 1], str(number), priority=priority, **({"_owner": owner} if owner else {}))
         engine.give([number + 1], b"x", "length")
         assert sender.final
-    assert engine.standings == [("", -3), ("a", 1), ("a", 2)]
+    assert engine.queue_positions == [("", -3), ("a", 1), ("a", 2)]
 
 
 def test_a_machine_that_only_holds_ranks_refuses_and_names_the_one_that_serves(make, engine):

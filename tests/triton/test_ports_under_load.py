@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2_grpc
 from engine.wire.triton import LENGTH_BYTES, infer_request, request_of
 from tests.patience import wait_until
 from tests.server import a_server, running_server
-from tests.triton.unharmed import pids
+from tests.triton.server_checks import pids
 
 ROOT = Path(__file__).resolve().parents[2]
 CERTIFICATES = ROOT / "tests" / "certificates"

@@ -65,7 +65,7 @@ def test_an_agent_gets_calls_or_text_of_its_schema_without_unnamed_properties(cl
     city = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": city}}]
     wanted = {"type": "json_schema", "json_schema": {"name": "city", "schema": city}}
-    told = set()
+    reported = set()
     for seed in range(12):
         fields = {
             "tools": tools,
@@ -77,8 +77,8 @@ def test_an_agent_gets_calls_or_text_of_its_schema_without_unnamed_properties(cl
         answer = chat(client, **fields).choices[0]
         calls = answer.message.tool_calls
         assert json.loads(calls[0].function.arguments if calls else answer.message.content) == {"city": "Rome"}
-        told.add(answer.finish_reason)
-    assert told == {"stop", "tool_calls"}
+        reported.add(answer.finish_reason)
+    assert reported == {"stop", "tool_calls"}
 
 
 class Capital(pydantic.BaseModel):
@@ -92,14 +92,14 @@ def test_the_clients_own_parser_gets_its_object(client):
 
 
 def test_the_native_protocol_has_every_kind_of_structured_output(server):
-    for form, regex in (
+    for output_format, regex in (
         ({"guided_choice": ["Paris", "London"]}, "Paris|London"),
         ({"guided_regex": "[A-Z][a-z]{2,9}!"}, "[A-Z][a-z]{2,9}!"),
         ({"guided_grammar": 'root ::= "(" root ")" | [0-9]'}, r"\(*[0-9]\)*"),
         ({"response_format": {"type": "json_object"}}, r"\{(.|\n)*"),
     ):
         status, answer = post(
-            server, "/v1/chat/completions", {"messages": CHAT, "req_id": "f", "max_dec_len": 60, **form}
+            server, "/v1/chat/completions", {"messages": CHAT, "req_id": "f", "max_dec_len": 60, **output_format}
         )
         assert status == 200
         assert re.fullmatch(regex, answer["result"]), answer["result"]
@@ -128,8 +128,8 @@ def test_a_hostile_grammar_gets_a_400_and_others_their_answers(server):
     good = {"messages": CHAT, "guided_choice": ["Paris", "London"], "max_dec_len": 9}
     with ThreadPoolExecutor(12) as pool:
         answers = [pool.submit(post, server, "/v1/chat/completions", {**good, "req_id": f"good {i}"}) for i in range(8)]
-        for field, form in HOSTILE.items():
-            body = {"messages": CHAT, "req_id": field, field: form}
+        for field, output_format in HOSTILE.items():
+            body = {"messages": CHAT, "req_id": field, field: output_format}
             status, answer = post(server, "/v1/chat/completions", body)
             assert (status, answer["error_type"]) == (400, "invalid_request")
             assert f"`{field}" in answer["error_msg"]
