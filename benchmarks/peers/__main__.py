@@ -107,13 +107,13 @@ class Engines:
             command = [sys.executable, "-m", "benchmarks.peers.ours", str(self._ours(format)), str(cpu.num_threads())]
             return Loaded("ours", args=command)
         rival = BY_NAME[engine]
-        return rival.loaded(rival.form_of(self._checkpoint, format))
+        return rival.loaded(rival.converted(self._checkpoint, format))
 
     def _over_http(self, turn: Turn) -> Rates:
         if turn.engine == "ours":
             return serve.ours(self._ours(turn.format), turn.round)
         rival = BY_NAME[turn.engine]
-        return serve.theirs(rival, rival.form_of(self._checkpoint, turn.format), turn.round)
+        return serve.theirs(rival, rival.converted(self._checkpoint, turn.format), turn.round)
 
 
 def answered(todo: Iterable[Turn], checkpoint: Path, until: float) -> Iterator[dict]:

@@ -91,7 +91,7 @@ class Rival:
             self.run(f"exec >&2\n{self.install}", cwd=self.folder)
             stamp.write_text(self.install)
 
-    def convert_of(self, checkpoint: Path, format: str) -> Path:
+    def converted(self, checkpoint: Path, format: str) -> Path:
         """Return the checkpoint in the rival's format. Convert it if that has not been done yet."""
         out = self.folder / f"{checkpoint.name}-{format}{self.suffix}"
         if not out.exists():

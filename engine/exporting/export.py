@@ -238,7 +238,7 @@ def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int, has_weights:
         layout, stem = network.cache_layout, "model" if name == DECODER else name
         files = (f"{stem}.json", f"{stem}.pdiparams" if has_weights else "")
         inputs = step_inputs(len(layout.groups), network.embedding.takes_spans)
-        graphs[name] = Graph(*files, inputs, network.outputs, layout.caches, layout.groups)
+        graphs[name] = GraphManifest(*files, inputs, network.outputs, layout.caches, layout.groups)
     sizes = (model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks)
     return Manifest(*sizes, shard.format.name, graphs)
 

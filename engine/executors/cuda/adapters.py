@@ -19,7 +19,7 @@ from engine.ops.cuda.adapters import NO_ADAPTER, Layer, groups_of
 from engine.settings.config import Config
 
 
-class Adapters:
+class CudaAdapters:
     """Loaded LoRA adapters of one rank. Owns MAX_LORAS slots of device memory for them.
 
     `place` is the rank and the number of ranks. `like` is a tensor with the dtype and device of the activations. Raises

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.ops.cpu.calls import NUMBER, ArgumentError, call_of
-from engine.ops.cpu.library import Counts, Sampling
+from engine.ops.cpu.library import Counts, CSampling
 from engine.ops.sampling_rows import ROW, SampledRows, SamplingRows
 
 F32, BF16, I32, U32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.uint32)
@@ -123,6 +123,6 @@ class CpuOps:
         if rows.given is not None:
             need_ids("sample", "given", rows.given, vocab)
         addresses |= {field.name: getattr(results, field.name).ctypes.data for field in fields(SampledRows)}
-        args = Sampling(**addresses, max_logprobs=rows.max_logprobs)
+        args = CSampling(**addresses, max_logprobs=rows.max_logprobs)
         self._lib.llm_sample(self._table, logits_at, num_rows, vocab, ctypes.byref(args))
         return results

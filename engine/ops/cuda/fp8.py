@@ -38,7 +38,7 @@ ALIGNED = 16  # columns, for cuBLAS
 WIDENED = 32  # rows of weights of a program
 
 
-class FewTile(NamedTuple):
+class Fp8SkinnyTile(NamedTuple):
     slices: int  # of the columns, which warps take by turns
     rows: int  # of weights
     lines: int  # of each row, of 128 bytes, that it asks for before its inputs are there
@@ -105,13 +105,13 @@ def linear_fp8(
 gated_linear_fp8 = functools.partial(linear_fp8, is_gated=True)
 
 
-def few_tile(num_weights: int, is_blocked: bool) -> FewTile:
+def few_tile(num_weights: int, is_blocked: bool) -> Fp8SkinnyTile:
     """Return the fastest tile on an H200."""
     if num_weights > WIDE:
-        return FewTile(4, 32, 16, 4, 3)
+        return Fp8SkinnyTile(4, 32, 16, 4, 3)
     if num_weights > NARROW:
-        return FewTile(4, 16, 0, 4, 5)
-    return FewTile(8, 16, 16, 8, 4) if is_blocked else FewTile(4, 16, 16, 4, 6)
+        return Fp8SkinnyTile(4, 16, 0, 4, 5)
+    return Fp8SkinnyTile(8, 16, 16, 8, 4) if is_blocked else Fp8SkinnyTile(4, 16, 16, 4, 6)
 
 
 def many_tile(num_rows: int, columns: int) -> ManyTile:

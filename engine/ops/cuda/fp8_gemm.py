@@ -37,7 +37,7 @@ class Weights(NamedTuple):
         return self.words.view(torch.float8_e4m3fn).flatten(1)
 
 
-class Tile(NamedTuple):
+class Fp8GemmTile(NamedTuple):
     """Work of a program of the kernel."""
 
     rows: int
@@ -49,7 +49,7 @@ class Tile(NamedTuple):
     splits: int = 1  # shares of the inputs that are summed apart
 
 
-def gemm(x: Fp8Rows, weights: Weights, out: Tensor, tile: Tile) -> None:
+def gemm(x: Fp8Rows, weights: Weights, out: Tensor, tile: Fp8GemmTile) -> None:
     """Multiply x [T, K] by the weights [N, K] and store the product and bias in `out` [T, N]."""
     num_rows, columns = out.shape
     if not num_rows:

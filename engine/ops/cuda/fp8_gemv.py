@@ -19,17 +19,17 @@ NARROW, WIDE = 5120, 10240  # columns: so many programs, and what each does best
 FP8_BEFORE, FP8_AFTER = tl.constexpr(2.0**64), tl.constexpr(2.0**56)
 
 
-class Tile(NamedTuple):
+class Fp8GemvTile(NamedTuple):
     rows: int  # of weights
     warps: int
     registers: int  # so few that many programs run at once
 
 
-def tile_for(columns: int) -> Tile:
+def tile_for(columns: int) -> Fp8GemvTile:
     """Return the fastest tile on an H200."""
     if columns <= NARROW:
-        return Tile(8, 4, 128)
-    return Tile(4, 2, 80) if columns <= WIDE else Tile(4, 1, 80)
+        return Fp8GemvTile(8, 4, 128)
+    return Fp8GemvTile(4, 2, 80) if columns <= WIDE else Fp8GemvTile(4, 1, 80)
 
 
 def multiply(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool) -> None:

@@ -27,15 +27,15 @@ BITS_BY_4, BITS_BY_8 = tl.constexpr(15), tl.constexpr(12)
 ONES = tl.constexpr(0x01010101)  # four codes
 
 
-class Tile(NamedTuple):
+class GemvTile(NamedTuple):
     chunks: int  # of a row of weights
     rows: int  # of weights, that a program has at a time
     warps: int
     registers: int  # so few that many programs run at once
 
 
-class Stored(NamedTuple):
-    """Stored weights of an op."""
+class PackedArrays(NamedTuple):
+    """PackedArrays weights of an op."""
 
     words: Tensor
     scale: Tensor
@@ -43,15 +43,15 @@ class Stored(NamedTuple):
     bias: Tensor | None
 
 
-def tile_for(num_chunks: int, bits: int) -> Tile:
+def tile_for(num_chunks: int, bits: int) -> GemvTile:
     """Return the fastest tile on an H200: a thread for each chunk of a row, if a row has a few hundred chunks."""
     chunks = max(32, triton.next_power_of_2(num_chunks))
     if chunks <= (256 if bits == 4 else 512):
-        return Tile(chunks, 4, chunks // 32, 80 if bits == 4 else 64)
-    return Tile(chunks, 2, min(chunks // 64, 16), 64 if bits == 8 and chunks <= 1024 else 112)
+        return GemvTile(chunks, 4, chunks // 32, 80 if bits == 4 else 64)
+    return GemvTile(chunks, 2, min(chunks // 64, 16), 64 if bits == 8 and chunks <= 1024 else 112)
 
 
-def multiply(x: Tensor, stored: Stored, out: Tensor, bits: int, *, is_gated: bool) -> None:
+def multiply(x: Tensor, stored: PackedArrays, out: Tensor, bits: int, *, is_gated: bool) -> None:
     """Write x [1, K] of bf16 numbers times the weights [N, K] to `out` [1, N]; with `is_gated`, the `swiglu` of the
     product.
     """

@@ -14,7 +14,7 @@ from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
 from engine.models.keys import ModelError
-from engine.models.paddlenlp import Packed
+from engine.models.paddlenlp import PaddlePacked
 from engine.ops.reference import int4_values
 from server_scripts import model_source
 from tests.checkpoints import make_checkpoint
@@ -115,7 +115,7 @@ def test_the_cache_has_what_start_server_asks_for_and_makes_it_once(checkpoints,
 
 
 def test_rows_can_be_read_from_any_to_any():
-    packed = Packed(np.arange(2 * 64 * 8 // 2, dtype=np.uint16).astype(np.uint8), 4, (8, 128))
+    packed = PaddlePacked(np.arange(2 * 64 * 8 // 2, dtype=np.uint16).astype(np.uint8), 4, (8, 128))
     whole = packed[slice(0, 8), slice(0, 128)]
     np.testing.assert_array_equal(packed[slice(3, 7), slice(5, 9)], whole[3:7, 5:9])
     with pytest.raises(ModelError, match="rows 2 to 8 cut those that are interleaved, 4 at a time"):

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine.dtypes import from_bf16, from_fp8, to_bf16
-from engine.executors.cpu.program import Program, allocated
+from engine.executors.cpu.program import CpuProgram, allocated
 from engine.exporting.by_settings import options_of
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
@@ -312,7 +312,7 @@ def test_a_cpu_computes_with_floats_of_eight_bits_as_with_the_numbers_that_they_
     export(plain, tmp_path / "wide", ExportOptions("bfloat16"))
     logits = []
     for name in ("kept", "wide"):
-        program = Program(*load(tmp_path / name))
+        program = CpuProgram(*load(tmp_path / name))
         specs = Manifest.read(tmp_path / name).graph().caches
         program.set_caches({spec.name: allocated(spec.shape_of(2), spec.dtype) for spec in specs})
         logits.append(program.run(inputs_of(PROMPT[:40]))["logits"].copy())

@@ -20,7 +20,7 @@ from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, kernel, sha
 from engine.ops.cuda.pointwise import swiglu
 
 
-class Tile(NamedTuple):
+class InvariantTile(NamedTuple):
     rows: int
     columns: int
     depth: int
@@ -28,16 +28,16 @@ class Tile(NamedTuple):
     stages: int  # tiles that are read ahead, where there is room
 
 
-FLOAT32 = Tile(64, 64, 32, 4, 2)
+FLOAT32 = InvariantTile(64, 64, 32, 4, 2)
 NARROW, WIDE = 4224, 12288  # columns: how many tiles there are decides how large each may be
 # By the most rows they are for: tiles for few columns, for more, for many. As measured on an H200.
 TILES = {
-    64: (Tile(64, 32, 128, 4, 7), Tile(64, 64, 128, 4, 5), Tile(64, 128, 64, 4, 5)),
-    128: (Tile(64, 64, 128, 4, 5), Tile(128, 64, 64, 4, 5), Tile(128, 128, 64, 4, 4)),
-    256: (Tile(128, 64, 64, 4, 8), Tile(128, 128, 64, 4, 7), Tile(256, 128, 64, 8, 4)),
-    1024: (Tile(128, 128, 64, 4, 4),) * 3,
+    64: (InvariantTile(64, 32, 128, 4, 7), InvariantTile(64, 64, 128, 4, 5), InvariantTile(64, 128, 64, 4, 5)),
+    128: (InvariantTile(64, 64, 128, 4, 5), InvariantTile(128, 64, 64, 4, 5), InvariantTile(128, 128, 64, 4, 4)),
+    256: (InvariantTile(128, 64, 64, 4, 8), InvariantTile(128, 128, 64, 4, 7), InvariantTile(256, 128, 64, 8, 4)),
+    1024: (InvariantTile(128, 128, 64, 4, 4),) * 3,
 }
-LARGEST = Tile(256, 128, 64, 8, 4)
+LARGEST = InvariantTile(256, 128, 64, 8, 4)
 TOGETHER = 8  # tiles of rows that go over the same weights at a time
 
 
@@ -58,7 +58,7 @@ def logits(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
     return _product(x, weight, None, x.new_empty(len(x), len(weight), dtype=torch.float32))
 
 
-def tile_for(num_rows: int, columns: int, dtype: torch.dtype) -> Tile:
+def tile_for(num_rows: int, columns: int, dtype: torch.dtype) -> InvariantTile:
     """Return the fastest tile. All tiles give the same bits."""
     if dtype == torch.float32:
         return FLOAT32
