@@ -109,7 +109,7 @@ class DownloadOptions:
 
 
 @dataclass(frozen=True)
-class Download:
+class ModelDownload:
     """Result of a finished download."""
 
     model_dir: Path
@@ -144,14 +144,14 @@ def download(name: str, directory: str | Path = "downloads", options: DownloadOp
     model_dir = Path(directory) / name
     if options.mirror is None:
         num_fetched = _from_hub(repo_id, quant, model_dir, options)
-        return Download(model_dir, quant, is_static=False, num_fetched=num_fetched)
+        return ModelDownload(model_dir, quant, is_static=False, num_fetched=num_fetched)
     speculate_dir = Path(options.speculate_dir) if options.speculate_dir else None
     if speculate_dir is not None and speculate_dir.resolve() == model_dir.resolve():
         raise DownloadError(f"speculate_model_path is the model's own directory, {model_dir}")
     num_fetched = _from_mirror(name, options.part, model_dir, options)
     if speculate_dir is not None:
         num_fetched += _from_mirror(name, "mtp", speculate_dir, options)
-    return Download(model_dir, quant, True, speculate_dir, num_fetched)
+    return ModelDownload(model_dir, quant, True, speculate_dir, num_fetched)
 
 
 def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: DownloadOptions) -> int:

@@ -119,7 +119,7 @@ CHANGES = (
     st.tuples(st.just("shape"), st.lists(int64, max_size=3)),
     st.tuples(st.just("raw"), st.lists(st.binary(max_size=20) | st.just(encode_string(TEXT)), max_size=3)),
     st.tuples(st.just("contents"), st.binary(max_size=20), st.lists(int64, max_size=2)),
-    st.tuples(st.just("bytes"), st.binary(max_size=20)),  # behind the message: fields that nobody knows, or none
+    st.tuples(st.just("bytes"), st.binary(max_size=20)),  # behind the message: unknown fields, or none
     st.tuples(st.just("twice")),  # two messages behind each other are one
 )
 

@@ -23,7 +23,7 @@ def with_pairs(rows, seen=(), bias=()):
     """Return the rows with the same seen (id, count) pairs and (id, bias) pairs in each."""
     n = len(rows.temperature)
     rows.bias_starts = np.arange(n + 1, dtype=np.int32) * len(bias)
-    rows.seen_starts = np.arange(n, dtype=np.int32) * (len(seen) + 1)  # between two rows something of nobody's
+    rows.seen_starts = np.arange(n, dtype=np.int32) * (len(seen) + 1)  # between two rows unused elements
     rows.seen_ends = rows.seen_starts + np.int32(len(seen))
     rows.seen_ids, rows.seen_counts = np.array([*seen, (0, 9)] * n, np.int32).reshape(-1, 2).T.copy()
     rows.bias_ids = np.array([token for token, _ in bias] * n, np.int32)

@@ -101,7 +101,7 @@ def a_server(folder: Path, env: Mapping[str, str]) -> RunningServer:
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     settings = {name: str(port) for name, port in ports.items()}
     settings |= {"RUN_DIR": str(folder / "run"), "FD_LOG_DIR": str(folder / "log"), "START_TIMEOUT": "240"}
-    settings |= {"DRAIN_DELAY": "0"}  # nobody balances load between servers here
+    settings |= {"DRAIN_DELAY": "0"}  # there is no load balancer here
     settings |= {"SERVICE_HOST": "127.0.0.1", "EXPORT_CACHE_DIR": str(ROOT / "build" / "exported-by-tests")}
     settings |= {"MODEL_DIR": str(ROOT / "demo_model"), **env}
     return RunningServer({**os.environ, **settings}, ports, folder / "run", folder / "log")

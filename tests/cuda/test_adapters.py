@@ -33,7 +33,7 @@ def test_each_row_gains_what_its_adapter_says(device, num_rows):
     x, y = (rng.standard_normal((num_rows, size)).astype(np.float32) for size in (width, sum(sizes)))
     slots = rng.integers(-1, num_slots, num_rows)
     slots[0] = 2
-    groups = groups_of(slots, num_rows + 7, num_slots)  # as if the step was filled up with rows that are nobody's
+    groups = groups_of(slots, num_rows + 7, num_slots)  # as if the step was filled up with padding rows
     found = tensor(y, device)
     add_adapters(found, tensor(x, device), layer, tensor(groups, device))
     for row, slot in enumerate(slots):

@@ -276,7 +276,7 @@ def test_a_block_is_copied_in_every_layer(device):
         tensor.copy_(torch.arange(4, device=device).view(4, 1, 1, 1, 1) + 10 * number)
     caches.copy([Copy(0, 0, 0, source=1, target=2), Copy(0, 0, 0, source=2, target=0)])
     blocks = [tensor[:, 0, 0, 0, 0].tolist() for tensor in caches.tensors.values()]
-    assert blocks == [[1, 1, 1, 3], [11, 11, 11, 13]]  # the last one is nobody's
+    assert blocks == [[1, 1, 1, 3], [11, 11, 11, 13]]  # the last one is padding
 
 
 def test_more_blocks_than_fit_are_refused_by_the_name_of_the_setting(exported, device, monkeypatch):

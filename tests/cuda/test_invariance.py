@@ -79,7 +79,7 @@ def test_attention_is_the_same_bits_in_chunks_and_in_any_batch(device, dtype, he
     angles = randn(device, "float32", length, head_dim)
 
     def attend(chunks, num_others=0):
-        """Every other request has the first tokens of the same prompt, in blocks of its own."""
+        """Compute attention where every other request has the first tokens of the same prompt, in blocks of its own."""
         cache = randn(device, dtype, (1 + num_others) * num_blocks, 2, num_kv_heads, 16, head_dim)
         tables = torch.arange(len(cache), dtype=torch.int32, device=device).view(-1, num_blocks)
         found, start = [], 0

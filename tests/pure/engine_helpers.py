@@ -27,7 +27,7 @@ class Collector:
 
     def __init__(self):
         self.token_ids, self.logprobs, self.ends = [], [], []  # ends: a finish reason or an error
-        self.prompts = []  # what was told of them
+        self.prompts = []  # prompt outputs that have arrived
         self.is_over = threading.Event()
 
     def prompt_outputs(self, outputs):

@@ -30,7 +30,7 @@ class ThreadRank:
         self._given[self.rank] = x
         self._barrier.wait(PATIENCE_S)
         all_of_them = list(self._given)
-        self._barrier.wait(PATIENCE_S)  # nobody gives the next one before all have taken this one
+        self._barrier.wait(PATIENCE_S)  # no rank gives the next one before all have taken this one
         return all_of_them
 
 

@@ -64,7 +64,7 @@ def few(body):
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
 def test_requests_made_from_the_document_are_answered_as_it_says(server, session, method, path, mode):
-    """In one mode they match the document, in the other they nearly do."""
+    """Requests match the document in one mode and nearly match it in the other."""
     document = session.get(f"{server.http_url}/openapi.json", timeout=60).json()
     operation = schemathesis.openapi.from_dict(document)[path][method]
 

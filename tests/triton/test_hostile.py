@@ -146,7 +146,7 @@ def test_any_bytes_may_come_to_any_port(server, port):
 
 
 def test_a_thousand_connections_to_each_port_block_no_client_and_end_no_process(server):
-    """Those to the metrics port once made the supervisor end tritonserver, which may have 1,024 open files."""
+    """Connections to the metrics port once made the supervisor end tritonserver, which may have 1,024 open files."""
     with contextlib.ExitStack() as stack:
         for port in server.ports.values():
             for _ in range(1100):

@@ -74,7 +74,7 @@ class CpuAdapters:
         return Loaded(calls, memory)
 
     def groups(self, adapter_of: Mapping[int, str], batch: Batch, inputs: Mapping[str, np.ndarray]) -> Groups | None:
-        """CAdapterRows the rows of a step by the adapters of their slots. Return None when no row has an adapter."""
+        """Group the rows of a step by the adapters of their slots. Return None when no row has an adapter."""
         found = dict.fromkeys(adapter_of[row.slot] for row in batch.rows if row.slot in adapter_of)
         if not found:
             return None

@@ -12,7 +12,7 @@ import torch
 from engine import graph as graphs
 from engine.errors import ConfigError
 from engine.executors.cuda import weights
-from engine.executors.cuda.program import Program, check_ops
+from engine.executors.cuda.program import CudaProgram, check_ops
 from engine.exporting.manifest import DECODER, Manifest
 from engine.models.constants import constants_of
 

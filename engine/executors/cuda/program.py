@@ -34,7 +34,7 @@ class Outputs(NamedTuple):
 
 
 class GraphCall(NamedTuple):
-    """GraphCall of one op."""
+    """Call of one op."""
 
     run: Callable[..., Tensor | tuple[Tensor, ...]]
     inputs: tuple[int | None, ...]  # value ids
@@ -84,7 +84,7 @@ def check_ops(graph: Graph, ops: ModuleType) -> None:
         )
 
 
-def _calls(nodes: Sequence[Node], kept: set[int], ops: ModuleType) -> list[Call]:
+def _calls(nodes: Sequence[Node], kept: set[int], ops: ModuleType) -> list[GraphCall]:
     last_use = {value.id: node for node in nodes for value in node.inputs if value is not None}
     calls = []
     for node in nodes:

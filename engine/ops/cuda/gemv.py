@@ -35,7 +35,7 @@ class GemvTile(NamedTuple):
 
 
 class PackedArrays(NamedTuple):
-    """PackedArrays weights of an op."""
+    """Arrays of a packed weight of an op, and its bias."""
 
     words: Tensor
     scale: Tensor

@@ -42,7 +42,7 @@ class PackedWeight(NamedTuple):
 
 
 class LowbitTile(NamedTuple):
-    """LowbitTile of a program of the kernel for more than few rows."""
+    """Tile of a program of the kernel for more than few rows."""
 
     columns: int
     rows: int
@@ -50,7 +50,7 @@ class LowbitTile(NamedTuple):
 
 
 class LowbitSkinnyTile(NamedTuple):
-    """LowbitTile of a program of the kernel for few rows."""
+    """Tile of a program of the kernel for few rows."""
 
     slices: int  # of the columns, which warps take by turns
     rows: int  # of weights

@@ -250,7 +250,7 @@ def test_a_closed_llm_may_be_closed_again_and_says_that_it_is(llm, monkeypatch):
 
 
 def test_a_fork_may_not_use_the_llm_of_its_parent_which_goes_on(llm):
-    with llm._lock:  # by another thread of the parent, so nobody gives it back in the child
+    with llm._lock:  # by another thread of the parent, so it is not released in the child
         pid = os.fork()
         if not pid:
             signal.alarm(10)

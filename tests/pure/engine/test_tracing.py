@@ -23,7 +23,7 @@ from tests.pure.gateway_fake import FakeBackend, running
 from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, an_input_processor
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-SECRET = "what nobody may read"
+SECRET = "a secret"
 TEXT = {"temperature": 0.5, "apply_chat_template": False}
 
 

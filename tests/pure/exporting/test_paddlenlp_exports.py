@@ -84,8 +84,8 @@ def test_every_number_of_the_checkpoint_is_found_again(family, theirs, ours, how
     ],
 )
 def test_codes_are_those_that_paddle_made(quant, theirs, ours, how, checkpoints, tmp_path):  # noqa: PLR0913
-    """No code is further from its number than half a step, and the steps are Paddle's: nothing was quantized again,
-    except where one row has the scales of two of its ranks.
+    """The error of each code is at most half a step, and the steps are Paddle's: nothing was quantized again, except
+    where one row has the scales of two of its ranks.
     """
     exported = make_export(checkpoints["qwen2"], tmp_path / "theirs", theirs, quant, **how)
     graph = graph_of(exported, tmp_path / "found", num_ranks=ours)

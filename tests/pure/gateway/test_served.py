@@ -16,7 +16,7 @@ from tests.pure.gateway_fake import WAIT, FakeBackend, openai_client, running
 from tests.pure.inference_fake import a_client, a_request, a_response, answers, serving
 
 CHAT = "/v1/chat/completions"
-LOST, GONE = ModelLost("the model server has gone"), ModelUnreachable("nobody there")
+LOST, GONE = ModelLost("the model server has gone"), ModelUnreachable("not running")
 ENDED = EngineUnavailable(WHY)  # the old model has not begun it within the drain timeout
 ASKED = {"text": "Hi", "req_id": "r"}
 

@@ -84,7 +84,7 @@ def may_begin(guided, request, token_ids):
     ("alphabet", "length"), [("abc d", 34), ('\\"/|[](){}*+?.^$#<>-\t\n\b\0\x7f', 24), ("é日😀\u2028n\u0303", 12)]
 )
 def test_of_4096_texts_each_can_be_the_answer_and_nothing_else(guided, tokenizer, alphabet, length):
-    """Half of the texts are prefixes of others. Their total length is the largest that is allowed."""
+    """Every other text is a prefix of another one. Their total length is the largest that is allowed."""
     rng = random.Random(0)
     texts = ["".join(rng.choices(alphabet, k=length)) for _ in range(MAX_CHOICES // 2)]
     texts += [text[: rng.randrange(4, length)] for text in texts]

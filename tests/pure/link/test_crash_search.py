@@ -32,7 +32,7 @@ def test_after_a_crash_each_waits_for_the_first_token_of_the_one_before(bench):
     trials.begin("ab")
     trials.add("c")
     assert given == ["a"]
-    trials.survived("b")  # of whom nobody spoke
+    trials.survived("b")  # which were not mentioned
     assert given == ["a"]
     trials.survived("a")
     trials.survived("b")

@@ -183,7 +183,7 @@ class World:
                     self.crash()
             else:
                 self.network.lose()
-                while self.server and self.network.up:  # arrives, and is answered to nobody
+                while self.server and self.network.up:  # arrives, and its answer is not received
                     self.step()
                 self.network.connection += 1
 

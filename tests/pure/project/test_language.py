@@ -5,6 +5,7 @@ import io
 import re
 import tokenize
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,13 @@ def other_texts():
     return [*found, *sorted(ROOT.glob("*.md")), ROOT / "Makefile"]
 
 
-each_module = pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+def place(path, line):
+    return f"{path.relative_to(ROOT)}:{line}"
 
 
 def definitions(tree):
@@ -104,39 +111,37 @@ def documented(tree):
                 yield getattr(node, "lineno", 1), is_function and not node.name.startswith("test_"), docstring
 
 
-@each_module
-def test_docstrings_are_sentences(path):
-    found = documented(ast.parse(path.read_text()))
-    problems = {line: problem for line, is_function, text in found if (problem := problem_of(text, is_function))}
-    assert problems == {}
+def test_docstrings_are_sentences():
+    found = [(path, *each) for path in modules() for each in documented(parsed(path))]
+    problems = {place(path, line): problem_of(text, is_function) for path, line, is_function, text in found}
+    assert {where: problem for where, problem in problems.items() if problem} == {}
 
 
-@each_module
-def test_definitions_have_no_retired_names(path):
-    assert {(name, line) for name, line in definitions(ast.parse(path.read_text())) if is_retired(name)} == set()
-    assert path.stem not in RETIRED_MODULES
+def test_definitions_have_no_retired_names():
+    found = [(path, *each) for path in modules() if path not in EXEMPT for each in definitions(parsed(path))]
+    assert {(place(path, line), name) for path, name, line in found if is_retired(name)} == set()
+    assert [path for path in modules() if path.stem in RETIRED_MODULES and path not in EXEMPT] == []
 
 
-@each_module
-def test_comments_and_strings_have_no_retired_words(path):
-    if path in EXEMPT:
-        return
-    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-    texts = [token for token in tokens if token.type in (tokenize.COMMENT, tokenize.STRING)]
-    assert {token.start[0]: token.string for token in texts if RETIRED_TEXT.search(token.string)} == {}
+def test_comments_and_strings_have_no_retired_words():
+    found = {}
+    for path in set(modules()) - EXEMPT:
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type in (tokenize.COMMENT, tokenize.STRING) and RETIRED_TEXT.search(token.string):
+                found[place(path, token.start[0])] = token.string
+    assert found == {}
 
 
-@pytest.mark.parametrize("path", other_texts(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_other_files_have_no_retired_words(path):
-    lines = enumerate(path.read_text().splitlines(), 1)
-    assert {number: line for number, line in lines if RETIRED_TEXT.search(line)} == {}
+def test_other_files_have_no_retired_words():
+    lines = [(path, each) for path in other_texts() for each in enumerate(path.read_text().splitlines(), 1)]
+    assert {place(path, number): line for path, (number, line) in lines if RETIRED_TEXT.search(line)} == {}
 
 
 def test_class_names_are_unique():
     product = [
         path for path in modules() if path.relative_to(ROOT).parts[0] not in ("tests", "benchmarks", "demo_model")
     ]
-    trees = [ast.parse(path.read_text()) for path in product]
+    trees = [parsed(path) for path in product]
     names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == set()
 

@@ -52,7 +52,7 @@ def test_the_command_has_the_input_and_the_signals_of_a_shell(folder):
     assert outcome_of(folder, "cat", given="through\n") == (0, "through\n")
     command = ["sh", "-c", "grep -E '^Sig(Ign|Blk)' /proc/self/status"]
     directly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert outcome_of(folder, *command) == (0, directly)  # whoever runs the tests may ignore or block some
+    assert outcome_of(folder, *command) == (0, directly)  # the process that runs the tests may ignore or block some
 
 
 @needs_root

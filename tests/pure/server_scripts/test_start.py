@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_made_is_named_by_its_variable(server, tmp_path,
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_by_its_variable(checkpoint, tmp_path, monkeypatch):
-    """Not even root can create files in /proc."""
+    """Even root cannot create files in /proc."""
     with pytest.raises(ConfigError, match="EXPORT_CACHE_DIR is '/proc': .* '/proc/"):
         model_source.export(checkpoint("qwen2"), Path("/proc"))
     into = "fetching a/b into MODEL_DIR, which is '/proc': .* '/proc/a.*; set MODEL_DIR to another folder"
