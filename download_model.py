@@ -133,7 +133,7 @@ def parse_model_name(name: str) -> tuple[str, str | None]:
     return "/".join(parts[:2]), quant
 
 
-def download(name: str, directory: str | Path = "downloads", options: DownloadOptions | None = None) -> Download:
+def download(name: str, directory: str | Path = "downloads", options: DownloadOptions | None = None) -> ModelDownload:
     """Fetch the model `name` into `directory/name`, which is complete and verified on return.
 
     Raise DownloadError if the name or an option is invalid, or if a file cannot be fetched or verified.
