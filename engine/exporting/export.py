@@ -21,7 +21,7 @@ import numpy as np
 from engine.dtypes import WEIGHT_DTYPES
 from engine.exporting import head
 from engine.exporting.complete import complete_or_absent
-from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir, refuse_static_graph
+from engine.exporting.manifest import CONFIG, DECODER, GraphManifest, Manifest, rank_dir, refuse_static_graph
 from engine.models.checkpoint import Checkpoint, open_tensors, text_part
 from engine.models.coded import Coded
 from engine.models.config import DecoderConfig

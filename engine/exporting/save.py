@@ -14,7 +14,7 @@ from paddle import Tensor, nn
 from paddle.base.framework import EagerParamBase
 
 from engine.core.cache_groups import STATE, table_name
-from engine.exporting.manifest import Graph
+from engine.exporting.manifest import GraphManifest
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
 from engine.models.layers import SPAN_EMBEDDINGS, Run
