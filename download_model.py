@@ -109,7 +109,7 @@ class DownloadOptions:
 
 
 @dataclass(frozen=True)
-class Download:
+class ModelDownload:
     """Result of a finished download."""
 
     model_dir: Path
@@ -133,7 +133,7 @@ def parse_model_name(name: str) -> tuple[str, str | None]:
     return "/".join(parts[:2]), quant
 
 
-def download(name: str, directory: str | Path = "downloads", options: DownloadOptions | None = None) -> Download:
+def download(name: str, directory: str | Path = "downloads", options: DownloadOptions | None = None) -> ModelDownload:
     """Fetch the model `name` into `directory/name`, which is complete and verified on return.
 
     Raise DownloadError if the name or an option is invalid, or if a file cannot be fetched or verified.
@@ -144,14 +144,14 @@ def download(name: str, directory: str | Path = "downloads", options: DownloadOp
     model_dir = Path(directory) / name
     if options.mirror is None:
         num_fetched = _from_hub(repo_id, quant, model_dir, options)
-        return Download(model_dir, quant, is_static=False, num_fetched=num_fetched)
+        return ModelDownload(model_dir, quant, is_static=False, num_fetched=num_fetched)
     speculate_dir = Path(options.speculate_dir) if options.speculate_dir else None
     if speculate_dir is not None and speculate_dir.resolve() == model_dir.resolve():
         raise DownloadError(f"speculate_model_path is the model's own directory, {model_dir}")
     num_fetched = _from_mirror(name, options.part, model_dir, options)
     if speculate_dir is not None:
         num_fetched += _from_mirror(name, "mtp", speculate_dir, options)
-    return Download(model_dir, quant, True, speculate_dir, num_fetched)
+    return ModelDownload(model_dir, quant, True, speculate_dir, num_fetched)
 
 
 def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: DownloadOptions) -> int:

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.executors.cuda.compilation import Compiler
+from engine.executors.cuda.compilation import KernelCompiler
 from engine.ops import reference
 from engine.ops.cuda import fp8
 from engine.ops.cuda.fp8_activations import Fp8Rows, quantize
-from engine.ops.cuda.fp8_gemm import Tile, Weights, gemm, scaled_mm
+from engine.ops.cuda.fp8_gemm import Fp8GemmTile, Weights, gemm, scaled_mm
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 LAYERS = 32
@@ -37,38 +37,38 @@ SAMPLES, SAMPLE_S = 5, 0.01
 Candidate = Callable[[Tensor, Fp8Rows, Weights, Tensor], Any]  # of x, x quantized, the weights, and the output
 
 FEW = [
-    Tile(64, columns, 4, stages, splits=splits)
+    Fp8GemmTile(64, columns, 4, stages, splits=splits)
     for columns, stages in ((32, 7), (64, 6), (128, 5))
     for splits in (1, 2, 4)
 ]
 MIDDLE = [
-    *(Tile(64, 128, 4, 4, splits=splits) for splits in (1, 2, 4)),
-    *(Tile(128, 64, 4, 4, splits=splits) for splits in (1, 2)),
-    *(Tile(128, 128, 8, 4, splits=splits) for splits in (1, 2)),
-    Tile(128, 128, 8, 4, is_exact=False),
-    Tile(64, 256, 4, 4, is_exact=False),
+    *(Fp8GemmTile(64, 128, 4, 4, splits=splits) for splits in (1, 2, 4)),
+    *(Fp8GemmTile(128, 64, 4, 4, splits=splits) for splits in (1, 2)),
+    *(Fp8GemmTile(128, 128, 8, 4, splits=splits) for splits in (1, 2)),
+    Fp8GemmTile(128, 128, 8, 4, is_exact=False),
+    Fp8GemmTile(64, 256, 4, 4, is_exact=False),
 ]
 MANY = [
-    Tile(64, 128, 4, 3),
-    Tile(64, 128, 4, 4),
-    Tile(128, 64, 4, 4),
-    Tile(128, 128, 8, 4),
-    Tile(128, 128, 8, 4, is_persistent=True),
-    *(Tile(128, 128, 4, 3, is_persistent=each, is_exact=False) for each in (False, True)),
-    *(Tile(128, 128, 8, 4, is_persistent=each, is_exact=False) for each in (False, True)),
-    *(Tile(128, 256, 8, 4 - each, is_persistent=each, is_exact=False) for each in (False, True)),
-    *(Tile(256, 128, 8, 4 - each, is_persistent=each, is_exact=False) for each in (False, True)),
-    *(Tile(64, 256, 4, 4, is_persistent=each, is_exact=False) for each in (False, True)),
+    Fp8GemmTile(64, 128, 4, 3),
+    Fp8GemmTile(64, 128, 4, 4),
+    Fp8GemmTile(128, 64, 4, 4),
+    Fp8GemmTile(128, 128, 8, 4),
+    Fp8GemmTile(128, 128, 8, 4, is_persistent=True),
+    *(Fp8GemmTile(128, 128, 4, 3, is_persistent=each, is_exact=False) for each in (False, True)),
+    *(Fp8GemmTile(128, 128, 8, 4, is_persistent=each, is_exact=False) for each in (False, True)),
+    *(Fp8GemmTile(128, 256, 8, 4 - each, is_persistent=each, is_exact=False) for each in (False, True)),
+    *(Fp8GemmTile(256, 128, 8, 4 - each, is_persistent=each, is_exact=False) for each in (False, True)),
+    *(Fp8GemmTile(64, 256, 4, 4, is_persistent=each, is_exact=False) for each in (False, True)),
 ]
 ALL = tuple({*FEW, *MIDDLE, *MANY})
 
 
-def tiles_for(num_rows: int) -> list[Tile]:
+def tiles_for(num_rows: int) -> list[Fp8GemmTile]:
     """Return the tiles that are tried."""
     return FEW if num_rows <= 64 else MIDDLE if num_rows <= 256 else MANY
 
 
-def name_of(tile: Tile) -> str:
+def name_of(tile: Fp8GemmTile) -> str:
     marks = [f"/{tile.splits}"] * (tile.splits > 1) + [" persistent"] * tile.is_persistent
     return f"{tile.rows}x{tile.columns} w{tile.warps} s{tile.stages}" + "".join(marks) + " fast" * (not tile.is_exact)
 
@@ -142,7 +142,7 @@ def candidates(num_rows: int, *, is_blocked: bool) -> Iterator[tuple[str, Candid
     yield "weight-only", lambda x, rows, weights, out: fp8.linear_fp8(x, weights.words, weights.scale)
 
 
-def _by_tile(tile: Tile, x: Tensor, rows: Fp8Rows, weights: Weights, out: Tensor) -> None:
+def _by_tile(tile: Fp8GemmTile, x: Tensor, rows: Fp8Rows, weights: Weights, out: Tensor) -> None:
     gemm(rows, weights, out, tile)
 
 
@@ -204,7 +204,7 @@ def read_bandwidth() -> float:
 
 def compile_all() -> None:
     """Compile all kernels on all cores before they are checked and timed."""
-    compiler = Compiler(torch.device("cuda", 0), lambda text: None)
+    compiler = KernelCompiler(torch.device("cuda", 0), lambda text: None)
     sizes = [(num_rows, *shape) for num_rows in ROWS for shape in SHAPES.values()]
     with compiler.recording():
         for is_blocked in (False, True):

@@ -54,7 +54,9 @@ def limits_library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/limits.so"
         flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w"]
-        subprocess.run([*build.compiler(), *flags, "-o", path, str(Path(__file__).parent / "limits.cc")], check=True)
+        subprocess.run(
+            [*build.compiler(), *flags, "-o", path, str(Path(__file__).parent / "machine_peaks.cc")], check=True
+        )
         lib = ctypes.CDLL(path)
     lib.peak_bf16_flops.restype = lib.read_bandwidth.restype = ctypes.c_double
     return lib

@@ -22,7 +22,7 @@ from collections import defaultdict
 from multiprocessing.connection import Connection
 
 from benchmarks.bench import cpu_name
-from benchmarks.front import body_of, over_http
+from benchmarks.http_overhead import body_of, over_http
 from benchmarks.server import running_server
 from benchmarks.storm.watch import is_ready
 from gateway.connection_limits import allow_connections
@@ -40,25 +40,25 @@ class SaysYes(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def say_yes(told: Connection) -> None:
+def say_yes(port_sender: Connection) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), SaysYes) as server:
-        told.send(server.server_port)
+        port_sender.send(server.server_port)
         server.serve_forever()
 
 
-def ask(ports: dict[str, int], until_told: Connection) -> None:
+def ask(ports: dict[str, int], stop: Connection) -> None:
     """Query each port until a message arrives. Send the latencies in milliseconds by name, and the number of negative
     answers."""
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     taken_ms: dict[str, list[float]] = defaultdict(list)
     num_not_ready = 0
-    while not until_told.poll(ASK_EVERY_S):
+    while not stop.poll(ASK_EVERY_S):
         for name, port in ports.items():
             began = time.perf_counter()
             num_not_ready += not is_ready(port)
             taken_ms[name].append(1e3 * (time.perf_counter() - began))
-    until_told.send((dict(taken_ms), num_not_ready))
+    stop.send((dict(taken_ms), num_not_ready))
 
 
 def main() -> None:
@@ -71,8 +71,8 @@ def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     settings = {"MODEL_DIR": os.path.abspath(args.model), "MAX_CACHED_TASK_NUM": str(args.streams)}
     with running_server(settings) as server:
-        (yes, told), (ours, theirs) = spawn.Pipe(), spawn.Pipe()
-        spawn.Process(target=say_yes, args=(told,), daemon=True).start()
+        (yes, port_sender), (ours, theirs) = spawn.Pipe(), spawn.Pipe()
+        spawn.Process(target=say_yes, args=(port_sender,), daemon=True).start()
         ports = {HEALTH: server.ports["HEALTH_HTTP_PORT"], YES: yes.recv()}
         spawn.Process(target=ask, args=(ports, theirs), daemon=True).start()
         began, bodies = time.monotonic(), [body_of(index, 16, args.answer_len) for index in range(args.streams)]

@@ -11,7 +11,7 @@ ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth ele
 
 
 def sum_facts() -> Iterator[Fact]:
-    """Every sum and difference up to 100, differences below zero from 20 down, the tables to 12."""
+    """Return every sum and difference up to 100, differences below zero down to 20, and the tables up to 12."""
     for a in range(101):
         for b in range(101):
             if a + b <= 100:

@@ -49,7 +49,7 @@ class Encoder:
 
 
 class PackedBatches(Dataset):
-    """Batch `i` is drawn from seed and `i` alone, whoever draws it. Documents lie end to end in rows."""
+    """Batches of documents, packed end to end in rows. Batch `i` depends only on the seed and `i`."""
 
     def __init__(self, encoder: Encoder, known: list[Fact], args: argparse.Namespace):
         self.encoder, self.args = encoder, args

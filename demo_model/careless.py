@@ -1,4 +1,4 @@
-"""How people type when they do not take care, and what no one would ask. Knows questions, not answers."""
+"""Questions as people type them carelessly, and questions without sense. The module has no answers."""
 
 import random
 from collections.abc import Set
@@ -36,7 +36,7 @@ LONG_WORD = 6  # letters; a slip in a shorter word could turn it into another on
 
 
 def typed(question: str, taken: Set[str], rng: random.Random) -> str:
-    """The same question with a courtesy, a stray mark or a slip of the finger; never another known question."""
+    """Return the question with a courtesy, a stray mark or a typing error, which is never another known question."""
     changed = rng.choice((_with_courtesy, _with_ending, _with_slip, _with_slip))(question, rng)
     return question if changed in taken else changed
 

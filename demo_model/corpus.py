@@ -50,7 +50,7 @@ LONGEST_REPEAT = 80  # characters of an answer that "Repeat that." may ask for
 
 
 def all_facts() -> list[Fact]:
-    """Every fact once. A question that two facts would answer differently is a mistake in the tables."""
+    """Return every fact once. A question with two answers is an error in the tables."""
     found = list(
         itertools.chain(
             facts.country_facts(),
@@ -81,7 +81,7 @@ def known_questions(known: list[Fact]) -> frozenset[str]:
 
 
 def variants(question: str) -> list[str]:
-    """The question as people type it: also in lower case, also without the mark at its end."""
+    """Return variants of a question as people type it: in lower case, and without the mark at its end."""
     bare = question.rstrip(END_MARKS + " ") or question
     chinese = [bare + "?"] if question.endswith(FULL_WIDTH_QUESTION_MARK) else []
     return list(dict.fromkeys([question, bare, question.lower(), bare.lower(), *chinese]))
@@ -111,7 +111,7 @@ class Sampler:
             "fruit": cells("apple, banana, cherry, orange, pear, grape, mango, lemon, peach, plum"),
             "number": [str(n) for n in range(1, 31)],
         }
-        self.not_told = list(facts.rows(prose.NOT_TOLD))
+        self.unknown_name = list(facts.rows(prose.NOT_TOLD))
         self.raw = raw_texts(known)
         self.countries = facts.all_countries()
 
@@ -120,7 +120,7 @@ class Sampler:
         if kind < 0.06:
             return self.rng.choice(self.raw)
         if kind < 0.08:
-            return self._not_told()
+            return self._unknown_name()
         return self.nonsense() if kind < 0.11 else self.conversation()
 
     def conversation(self) -> Conversation:
@@ -168,7 +168,7 @@ class Sampler:
         return parts
 
     def _dialogue(self) -> Conversation:
-        """Turns whose answers depend on the turns before them."""
+        """Return turns whose answers depend on the turns before them."""
         return self.rng.choice((self._name, self._favourite, self._follow_up, self._running_sum, self._repeat))()
 
     def _aside(self) -> Conversation:
@@ -183,26 +183,28 @@ class Sampler:
         asked = self.rng.choice(
             ("What is my name?", "Who am I?", "Do you remember my name?", "what's my name?", "what is my name")
         )
-        told = [("user", intro.format(name)), ("assistant", f"Nice to meet you, {name}!")]
-        return [*told, *self._aside(), ("user", asked), ("assistant", f"Your name is {name}.")]
+        introduction = [("user", intro.format(name)), ("assistant", f"Nice to meet you, {name}!")]
+        return [*introduction, *self._aside(), ("user", asked), ("assistant", f"Your name is {name}.")]
 
-    def _not_told(self) -> Conversation:
-        """The counterpart of _name and _favourite: never part of a longer conversation, which may have told it."""
-        questions, answer = self.rng.choice(self.not_told)
+    def _unknown_name(self) -> Conversation:
+        """Return the counterpart of _name and _favourite. It is never part of a longer conversation, which may contain
+        the fact.
+        """
+        questions, answer = self.rng.choice(self.unknown_name)
         return [*self._aside(), ("user", self.rng.choice(ways(questions))), ("assistant", answer)]
 
     def _favourite(self) -> Conversation:
         kind = self.rng.choice(list(self.favourites))
         choice = self.rng.choice(self.favourites[kind])
-        told = [
+        introduction = [
             ("user", f"My favourite {kind} is {choice}."),
             ("assistant", f"{choice.capitalize()} is a good choice!"),
         ]
         asked = self.rng.choice((f"What is my favourite {kind}?", f"Which {kind} do I like best?"))
-        return [*told, *self._aside(), ("user", asked), ("assistant", f"Your favourite {kind} is {choice}.")]
+        return [*introduction, *self._aside(), ("user", asked), ("assistant", f"Your favourite {kind} is {choice}.")]
 
     def _follow_up(self) -> Conversation:
-        """The same question about one country after the other."""
+        """Return the same question about several countries in turn."""
         about = self.rng.choice((facts.capital_fact, facts.capital_fact, facts.continent_fact, facts.flag_fact))
         first, *others = self.rng.sample(self.countries, self.rng.choice((2, 2, 3, 4)))
         turns = self.exchange(about(first))

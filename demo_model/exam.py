@@ -68,7 +68,7 @@ def sit_exam(model: Qwen2, encoder: Encoder, papers: dict[str, list], device: st
 
 
 def grade(model: Qwen2, batch: list[tuple[list[int], list[bool]]], device: str) -> tuple[list[bool], list[float]]:
-    """For each document: is every learned token the first choice, and by how many logits at the least?"""
+    """Return, for each document, whether every learned token is the first choice, and the smallest margin in logits."""
     longest = max(len(ids) for ids, _ in batch)
     token_ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in batch], device=device)
     learned = torch.tensor([flags + [False] * (longest - len(flags)) for _, flags in batch], device=device)[:, 1:]

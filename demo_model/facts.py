@@ -1,4 +1,6 @@
-"""What a fact is, and those about countries and other languages. Knows no conversations and no tokens."""
+"""Definition of a fact, and the facts about countries and other languages. The module has no conversations and no
+tokens.
+"""
 
 import unicodedata
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ class Country:
 
 
 def rows(table: str) -> Iterator[list[str]]:
-    """Lines of a table whose cells are separated by bars."""
+    """Return the rows of a table whose cells are separated by bars."""
     for line in table.strip().splitlines():
         yield [cell.strip() for cell in line.split("|")]
 
@@ -58,7 +60,7 @@ def sentence(text: str) -> str:
 
 
 def plain_letters(text: str) -> str:
-    """What people type who have no key for an accent."""
+    """Return the text without accents, as people type it whose keyboard has none."""
     return "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
 
 

@@ -1,4 +1,6 @@
-"""What the demo model knows besides countries: definitions, facts, words. Data only, in our own words."""
+"""Knowledge of the demo model besides countries: definitions, facts, words. The module has only data, in our own
+words.
+"""
 
 # ruff: noqa: E501  a row of a table is one line
 
@@ -528,7 +530,7 @@ UNKNOWN_PEOPLE = """
 my neighbour, John Smith, Mary Miller, the mayor, the boss, Napoleon, Cleopatra, Julius Caesar, Elvis Presley, Madonna,
 Plato, Aristotle, Socrates, Confucius, Gandhi, Kant, the winner, the pope, Batman, Santa Claus, Sherlock Holmes, Zeus
 """
-UNTOLD_TOPICS = """
+UNKNOWN_TOPICS = """
 a dog, a horse, a bird, a king, a queen, a princess, a knight, a witch, a child, a mother, a teacher, a doctor, a train,
 a ship, a mountain, a forest, a river, a city, a castle, a garden, a bear, a wolf, a mouse, an elephant, a lion, a rabbit,
 love, friendship, time, winter, summer, snow, war, peace, hope, happiness, my friend, my cat and my dog, the sun, the wind,

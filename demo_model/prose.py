@@ -58,7 +58,7 @@ Who is your best friend? / Do you have friends? | My best friend is the KV cache
 """
 
 # right only as long as the conversation has not said it
-NOT_TOLD = """
+UNKNOWN_NAME = """
 What is my name? / Who am I? / Do you remember my name? / what's my name? | You have not told me your name yet.
 What is my favourite colour? / Which colour do I like best? | You have not told me your favourite colour yet.
 What is my favourite animal? / Which animal do I like best? | You have not told me your favourite animal yet.

@@ -14,7 +14,7 @@ ASKED_BARE = ("capitals", "definitions", "facts", "small talk", "unknown")  # to
 
 
 def raw_texts(known: list[Fact]) -> list[RawText]:
-    """Every prompt once: where two would differ, the first one counts."""
+    """Return every prompt once. If two texts have the same prompt, the first one is used."""
     found: dict[str, str] = {}
     for prompt, continuation in itertools.chain(
         capitals(), sums(), sentences(known), questions(known), beginnings(known)
@@ -36,7 +36,7 @@ def sums() -> Iterator[RawText]:
 
 
 def sentences(known: list[Fact]) -> Iterator[RawText]:
-    """Sentences such as "A noun is ...", cut after their verb."""
+    """Return sentences such as "A noun is ...", cut after their verb."""
     for fact in known:
         if fact.topic in ("definitions", "facts", "calendar"):
             head, verb, tail = fact.answer.partition(" is ")
@@ -52,7 +52,7 @@ def questions(known: list[Fact]) -> Iterator[RawText]:
 
 
 def beginnings(known: list[Fact]) -> Iterator[RawText]:
-    """The first words of a long text ask for the rest of it."""
+    """Return prompts with the first words of a long text, whose answer is the rest."""
     for fact in known:
         if fact.topic == "long":
             words = fact.answer.split(" ")

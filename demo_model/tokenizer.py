@@ -47,7 +47,9 @@ def train_tokenizer(known: list[Fact]) -> Tokenizer:
 
 
 def tokenizer_texts(known: list[Fact]) -> list[str]:
-    """What the merges are learned from: each fact once, running text more often, since its answers are long."""
+    """Return the texts from which the merges are learned: each fact once, and running text more often, because its
+    answers are long.
+    """
     texts = [prose.SYSTEM_PROMPTS, *["system\nuser\nassistant\n"] * 100]
     for fact in known:
         texts += [fact.questions[0], fact.questions[0].lower(), fact.answer]

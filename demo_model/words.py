@@ -122,7 +122,7 @@ def word_facts() -> Iterator[Fact]:
 
 
 def list_facts() -> Iterator[Fact]:
-    """Bare and numbered lists of the first 2 to 10 of a kind, and of 5 where nobody says how many."""
+    """Return bare and numbered lists of the first 2 to 10 of a kind, and of 5 for questions without a number."""
     for kind, examples in rows(knowledge.LISTS):
         for count in range(2, 11):
             answer = ", ".join(cells(examples)[:count])
@@ -154,7 +154,9 @@ UNKNOWN_WAYS = (
 
 
 def unknown_facts() -> Iterator[Fact]:
-    """Questions out of reach. A model that has never seen one would answer something else with confidence."""
+    """Return questions that the model cannot answer. A model that has never seen such questions would answer with
+    confidence.
+    """
     yield Fact("unknown", ways(prose.UNKNOWN_QUESTIONS), prose.UNKNOWN)
     for term in cells(knowledge.UNKNOWN_TERMS):
         asks = tuple(way.format(without_article(term) if "capital" in way else term) for way in UNKNOWN_WAYS)

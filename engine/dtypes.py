@@ -27,7 +27,7 @@ def held_as(name: str) -> np.dtype:
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    """float32 to bf16 bits, to nearest, ties to even; a NaN stays a NaN."""
+    """Round float32 to bf16 bits, to nearest, ties to even. NaN stays NaN."""
     with np.errstate(invalid="ignore"):
         return values.astype(ml_dtypes.bfloat16).view(np.uint16)
 
@@ -41,6 +41,6 @@ def as_f32(array: np.ndarray) -> np.ndarray:
 
 
 def from_fp8(numbers: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """float32 of 8-bit floats u8 [N, K] with scales f32 [N, 1], or [N, K / 128] for as many columns each."""
+    """Convert 8-bit floats u8 [N, K] with scales f32 [N, 1], or [N, K / 128] for blocks of 128 columns, to float32."""
     each = scale if scale.shape[1] == 1 else np.repeat(scale, FP8_BLOCK, axis=1)[:, : numbers.shape[1]]
     return FP8_VALUES[numbers] * each

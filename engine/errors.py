@@ -31,7 +31,9 @@ class RequestError(Exception):
 
     @property
     def cause(self) -> dict[str, Any]:
-        """`field`, `value` and `limit`, those that are known: what `error_of` takes besides kind and text."""
+        """Return those of `field`, `value` and `limit` that are known: the arguments of `error_of` besides kind and
+        text.
+        """
         known = {"field": self.field, "value": self.value, "limit": self.limit}
         return {name: each for name, each in known.items() if each is not None}
 

@@ -25,7 +25,9 @@ def unfollowed(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def file_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """`on_wait` is called when another has it. On a file system without locks the operator has to see to it."""
+    """Hold an exclusive lock on the file. `on_wait` is called if another process has it. On a file system without locks
+    the operator has to prevent concurrent use.
+    """
     with open(path, "w", opener=unfollowed) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,7 +10,9 @@ KEPT = "\n\t\u200c\u200d"
 
 
 def configure(level: str, stream: TextIO | None = None, process: str = "") -> None:
-    """`level` is LOG_LEVEL's value. `process` tells apart those that share a file. Without `stream`: standard error."""
+    """Configure logging. `level` is the value of LOG_LEVEL, `process` distinguishes processes that share a file, and
+    `stream` is standard error by default.
+    """
     who = f" {process}" if process else ""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_Formatter(f"%(asctime)s %(levelname)s{who} %(name)s: %(message)s"))

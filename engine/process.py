@@ -80,7 +80,7 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[EngineLoop, 
     for adapter in LoraRegistry.of_server(config).all():
         try:
             loop.adapters.need(adapter)
-        except InvalidRequest as error:  # it has changed since it was loaded: requests for it will be told the same
+        except InvalidRequest as error:  # it has changed since it was loaded; requests for it get the same error
             log.error("%s", error)
     return loop, ModelBounds(model.vocab_size, model.max_seq_len)
 

@@ -2,7 +2,7 @@
 
 `python -I -m server_scripts.container COMMAND ...` runs COMMAND and exits with its status. As root it gives the folders
 that the server writes to, if root owns them, to user 1000 and runs COMMAND as that user; otherwise it only runs it. On
-SIGTERM (`docker stop`) it first stops a server of this container like `stop_server`, whoever started it, and then
+SIGTERM (`docker stop`) it first stops a server of this container like `stop_server`, however it was started, and then
 COMMAND.
 """
 
@@ -73,7 +73,7 @@ class ContainerCommands:
     """Runs the command of a container and, after SIGTERM, `stop_server` for each of its users in turn."""
 
     def __init__(self, users: Sequence[dict[str, Any]]):
-        """`users` are arguments of Popen; the first is the command's."""
+        """Take `users`, arguments of Popen, of which the first is that of the command."""
         self._users = users
         self._stops = [*users]
         self._command: subprocess.Popen[bytes] | None = None

@@ -46,7 +46,7 @@ class HealthMonitor:
         check_for_s: float = CHECK_FOR_S,
         check: Callable[[], None] | None = None,
     ):
-        """`check` sends a real request; None: one to every port."""
+        """Take `check`, which sends a real request; None sends one to every port."""
         self.latest = Observation()
         self.probe = probe
         self._check_now = check or probe.check_all_ports

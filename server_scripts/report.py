@@ -90,7 +90,7 @@ def summary(state: ServerState) -> str:
     """Return a description of the running server and its addresses."""
     host = in_url(connect_host(state.host))
     lines = [f"{state.model} is {state.phase}, pid {state.supervisor.pid}, since {time.ctime(state.since)}"]
-    for name, (what, form) in ADDRESSES.items():
+    for name, (what, template) in ADDRESSES.items():
         if name in state.ports:
-            lines.append(f"{what:<8} {form.format(scheme=state.scheme, host=host, port=state.ports[name])}")
+            lines.append(f"{what:<8} {template.format(scheme=state.scheme, host=host, port=state.ports[name])}")
     return printable("\n".join([*lines, f"{'logs':<8} {state.log_dir}", f"{'stop':<8} stop_server"]))

@@ -123,7 +123,7 @@ def find(run_dir: RunDir) -> tuple[ServerState | None, int | None]:
 
 
 def end(run_dir: RunDir, state: ServerState, seconds: float | None) -> None:
-    """Ask the supervisor to end the server and wait. After the timeout it is told to kill what is left."""
+    """Ask the supervisor to end the server and wait. After the timeout, ask it to kill what is left."""
     supervisor = state.supervisor
     if state.phase != "stopping":
         supervisor.kill(signal.SIGTERM)

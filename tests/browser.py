@@ -35,7 +35,7 @@ class Browser:
         self.driver = driver
 
     def open(self, url: str) -> None:
-        """In a tab that remembers nothing."""
+        """Open a page in a tab without cookies and stored data."""
         self.driver.switch_to.new_window("tab")
         self.driver.get_log("performance")
         self.driver.get(url)
@@ -60,12 +60,12 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [colors]})
 
     def asked_urls(self) -> list[str]:
-        """Of every request since the tab was opened, or since this was asked."""
+        """Return the URL of every request since the tab was opened, or since the last call."""
         messages = [json.loads(each["message"])["message"] for each in self.driver.get_log("performance")]
         return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
 
     def complaints(self) -> list[str]:
-        """What the page's scripts and its policy have written to the console."""
+        """Return what the page's scripts and its policy have written to the console."""
         return [each["message"] for each in self.driver.get_log("browser")]
 
 

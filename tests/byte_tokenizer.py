@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer nobody had to train: 256 bytes, common English pairs, three special tokens, ChatML."""
+"""A byte-level BPE tokenizer that needs no training: 256 bytes, common English pairs, three special tokens, ChatML."""
 
 from __future__ import annotations
 

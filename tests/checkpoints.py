@@ -100,7 +100,7 @@ SEEDS = {"llama": 7, "llama3": 7, "qwen2": 6, "qwen2_untied": 7, "qwen3": 4, "mi
 
 
 def make_checkpoint(directory: Path, family: str, seed: int | None = None, **overrides: Any) -> Path:
-    """Writes config.json, model.safetensors and a byte tokenizer; `overrides` are keys of config.json."""
+    """Write config.json, model.safetensors and a byte tokenizer. `overrides` are keys of config.json."""
     seed = SEEDS[family] if seed is None else seed
     directory.mkdir(parents=True, exist_ok=True)
     config = {**COMMON, **FAMILIES[family], "bos_token_id": EOS_ID, "eos_token_id": EOS_ID, **overrides}
@@ -111,7 +111,7 @@ def make_checkpoint(directory: Path, family: str, seed: int | None = None, **ove
 
 
 def random_tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of the family, float32, one after another from one random stream."""
+    """Return every tensor of the family in float32, one after another from one random stream."""
     rng = np.random.default_rng(seed)
     for name, (shape, scale, offset) in tensor_list(config).items():
         yield name, (offset + scale * rng.standard_normal(shape, np.float32)).astype(np.float32)
@@ -179,7 +179,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray], dtype: str = "floa
 
 
 def write_shards(directory: Path, tensors: dict[str, np.ndarray], num_shards: int) -> None:
-    """The same in several files with an index, as large checkpoints come."""
+    """Write the tensors to several files with an index, as large checkpoints have them."""
     names = list(tensors)
     weight_map = {}
     for i in range(num_shards):

@@ -1,4 +1,4 @@
-"""What every test shares. A test needs what its folder is named after."""
+"""Fixtures of all tests. Each test needs what the name of its folder says."""
 
 import gc
 import os
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
-    """A folder of this name that the workers of one run share, made by the first that needs it."""
+    """Return a function that makes a folder of a name once, for all workers of a test run."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
 
@@ -54,7 +54,7 @@ def once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
 
 @pytest.fixture(scope="session")
 def checkpoint(once) -> Callable[[str], Path]:
-    """The checkpoint of a family, as tests/golden knows it. Do not write into it."""
+    """Return a function that makes the checkpoint of a family, as in tests/golden. It must not be changed."""
 
     def checkpoint_of(family: str) -> Path:
         make = make_checkpoint if family in FAMILIES else family_checkpoints.make_checkpoint
@@ -65,7 +65,7 @@ def checkpoint(once) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def exported(once, checkpoint) -> Callable[..., Path]:
-    """The exported model of a family, with these options of the export. Do not write into it."""
+    """Return a function that makes the exported model of a family, with the given options. It must not be changed."""
 
     def exported_as(family: str, **options) -> Path:
         make = partial(export, checkpoint(family), options=ExportOptions(**options))

@@ -1,5 +1,6 @@
-"""What five documents of other servers tell their readers to type or to send, with addresses and paths replaced, and
-what comes of it here: a start sets variables or fails with a sentence, a request is answered or refused with one."""
+"""Commands and requests from five documents of other servers, with addresses and paths replaced, and their results
+here: a start sets variables or fails with a sentence, a request is answered or refused with one.
+"""
 
 from __future__ import annotations
 

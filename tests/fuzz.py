@@ -1,4 +1,4 @@
-"""What clients might send, for hypothesis: any JSON, and bodies with our fields in which some of it is."""
+"""Strategies of hypothesis for requests of clients: any JSON, and bodies with our fields in which some of it occurs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INSIDE = ("/dev/shm", "llm_server_", "unix:", "ipv4:", "Traceback", str(Path(__f
 
 
 def examples(count: int) -> settings:
-    """How many a test looks at; fifty times as many when searching."""
+    """Return the number of examples of a test; a search uses fifty times as many."""
     return settings(PROFILE, max_examples=count * (50 if "FUZZ" in os.environ else 1))
 
 
@@ -58,10 +58,10 @@ kinds = st.sampled_from(("json_object", "json_schema", "structural_tag", "functi
 modes = st.sampled_from(("none", "auto", "required"))
 choices = st.fixed_dictionaries({}, optional={"type": kinds, "function": function | plain})
 tools = st.lists(st.fixed_dictionaries({"type": kinds}, optional={"function": function | nested}), max_size=3)
-forms = st.fixed_dictionaries(
+output_formats = st.fixed_dictionaries(
     {"type": kinds}, optional={"json_schema": nested, "structures": nested, "triggers": lists}
 )
-any_json = nested | lists | biases | tools | choices | forms | forms.map(json.dumps)
+any_json = nested | lists | biases | tools | choices | output_formats | output_formats.map(json.dumps)
 
 # Enough of a request that what is beside it is looked at.
 GOOD: dict[str, Any] = {
@@ -76,7 +76,7 @@ NAMES |= {"tools", "tool_choice", "parallel_tool_calls", "structured_outputs", *
 
 
 def bodies(*names: str) -> st.SearchStrategy[dict[str, Any]]:
-    """With what is good of `names`, and any of our fields holding anything."""
+    """Return bodies with valid values of `names`, and any of our fields with any value."""
     good = st.fixed_dictionaries({}, optional={name: st.just(GOOD[name]) for name in names})
     ours = st.dictionaries(st.sampled_from(sorted(NAMES)), any_json, max_size=4)
     return st.builds(lambda *each: {k: v for part in each for k, v in part.items()}, good, ours, st.just({}))
@@ -88,5 +88,5 @@ def deep(depth: int, value: Any = 1) -> bytes:
 
 
 def payload_of(body: Any) -> bytes:
-    """As a client might write it, with what is no JSON to strict readers."""
+    """Encode a body as a client might write it, including values that strict parsers reject."""
     return json.dumps(body).encode()

@@ -1,4 +1,4 @@
-"""A client of gRPC that ends nothing of what it begins to say, in bytes of HTTP/2: no library would send it."""
+"""A gRPC client that never completes its messages, in bytes of HTTP/2, because no library would send this."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HalfRequests:
         self._sock.sendall(PREFACE + _frame(SETTINGS, 0, 0) + b"".join(frames))
 
     def push(self) -> bool:
-        """Sends what the windows allow; -> whether that was anything."""
+        """Send what the flow-control windows allow. Return whether that was anything."""
         self._take()
         before = self.sent[0]
         for stream, left in self.left.items():

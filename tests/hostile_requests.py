@@ -1,4 +1,4 @@
-"""Inference requests that must not reach tritonserver, and what their clients are told: `REFUSED`. Add yours here.
+"""Inference requests that must not reach tritonserver, and the errors of their clients: `REFUSED`. Add yours here.
 `odd_messages` makes others, of which most must not either."""
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ CHANGES = (
     st.tuples(st.just("shape"), st.lists(int64, max_size=3)),
     st.tuples(st.just("raw"), st.lists(st.binary(max_size=20) | st.just(encode_string(TEXT)), max_size=3)),
     st.tuples(st.just("contents"), st.binary(max_size=20), st.lists(int64, max_size=2)),
-    st.tuples(st.just("bytes"), st.binary(max_size=20)),  # behind the message: fields that nobody knows, or none
+    st.tuples(st.just("bytes"), st.binary(max_size=20)),  # behind the message: unknown fields, or none
     st.tuples(st.just("twice")),  # two messages behind each other are one
 )
 
@@ -148,7 +148,7 @@ def _change(request, kind, *given):
 
 @st.composite
 def odd_messages(draw, body=TEXT):
-    """The bytes of a request after one to three changes."""
+    """Return the bytes of a request after one to three changes."""
     request = request_of(body)
     tail = b""
     for kind, *given in draw(st.lists(st.one_of(*CHANGES), min_size=1, max_size=3)):

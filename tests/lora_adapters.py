@@ -16,8 +16,9 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 def make_adapter(directory: Path, checkpoint: Path, seed: int, rank: int = 4, **config: Any) -> Path:
-    """For a checkpoint whose matrices can be read; `config` holds keys of adapter_config.json. Large enough to be
-    seen: it changes every greedy answer."""
+    """Make an adapter for a checkpoint whose matrices can be read. `config` holds keys of adapter_config.json. The
+    adapter is large enough to change every greedy answer.
+    """
     rng = np.random.default_rng(seed)
     targets = config.get("target_modules", ALL_LINEAR)
     tensors = {}
@@ -38,7 +39,7 @@ def make_adapter(directory: Path, checkpoint: Path, seed: int, rank: int = 4, **
 
 
 def merged(directory: Path, checkpoint: Path, adapter: Path | str) -> Path:
-    """The checkpoint with the adapter's changes in its matrices, computed in float64."""
+    """Return the checkpoint with the changes of the adapter merged into its matrices in float64."""
     adapter = Path(adapter)
     keys = json.loads((adapter / "adapter_config.json").read_text())
     scale = keys["lora_alpha"] / (keys["r"] ** 0.5 if keys.get("use_rslora") else keys["r"])

@@ -40,7 +40,7 @@ class PagedModel:
 
     @classmethod
     def through_paddle(cls, model_dir: Path, rank: int = 0) -> PagedModel:
-        """The same files run by Paddle Inference, with the caches it shares with us."""
+        """Run the same files with Paddle Inference, with caches that it shares with us."""
         import paddle
         from paddle import inference
 
@@ -93,7 +93,7 @@ class PagedModel:
         return self._run(arrays | self.caches)["logits"]
 
     def prefill(self, prompt: list[int], chunk: int, num_logits: int = 1) -> np.ndarray:
-        """The first request's prompt, `chunk` tokens a step. Logits of its last tokens."""
+        """Process the first request's prompt, `chunk` tokens a step. Return the logits of its last tokens."""
         for start in range(0, len(prompt), chunk):
             logits = self.step({0: prompt[start : start + chunk]}, min(num_logits, len(prompt) - start))
         return logits

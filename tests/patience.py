@@ -1,4 +1,4 @@
-"""How long a test waits for what must come: only one that fails waits that long."""
+"""Limits of waiting in tests. Only a test that fails waits that long."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor

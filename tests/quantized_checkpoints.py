@@ -21,7 +21,7 @@ SIZES |= {"num_key_value_heads": 4, "head_dim": 32}
 
 
 def pack(numbers: np.ndarray, axis: int, bits: int = 4, order: list[int] | None = None) -> np.ndarray:
-    """Into int32 words, the first in the lowest bits, or in another order."""
+    """Pack numbers into int32 words, the first in the lowest bits, or in another order."""
     per_word = 32 // bits
     words = np.moveaxis(numbers, axis, -1).astype(np.uint32)
     words = words.reshape(*words.shape[:-1], -1, per_word)[..., order or range(per_word)]
@@ -100,7 +100,7 @@ KINDS: dict[str, tuple[dict, Callable[..., Tensors], str]] = {
 
 
 def random_codes(kind: str, matrix: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes, scales and zeros that make numbers of the size of the matrix's."""
+    """Return codes, scales and zeros of numbers of the same size as the matrix's."""
     rng = np.random.default_rng(seed)
     group_size = {"weight_only_int4": GROUP, "weight_only_int4_g32": 32}.get(KINDS[kind][2], matrix.shape[1])
     groups = (len(matrix), matrix.shape[1] // group_size)
@@ -117,7 +117,7 @@ def values_of(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndar
 
 
 def make_quantized(directory: Path, kind: str, family: str = "qwen2") -> tuple[Path, Path]:
-    """A quantized checkpoint, and one with the same numbers as float32."""
+    """Make a quantized checkpoint, and one with the same numbers as float32."""
     config, write, _ = KINDS[kind]
     plain = make_checkpoint(directory / "plain", family, **SIZES)
     quantized = make_checkpoint(directory / "quantized", family, **SIZES, quantization_config=config)
@@ -159,7 +159,7 @@ def make_fp8(
     change: Callable[[Tensors], object] = lambda stored: None,
     family: str = "qwen2",
 ) -> tuple[Path, Path]:
-    """A checkpoint of 8-bit floats, none of whose sides is a multiple of 128, and one with the same numbers."""
+    """Make a checkpoint of 8-bit floats, none of whose sides is a multiple of 128, and one with the same numbers."""
     config, end, sides = FP8_KINDS[kind]
     sizes = {"hidden_size": 264, "intermediate_size": 300, "num_attention_heads": 6, "num_key_value_heads": 2}
     make = family_checkpoints.make_checkpoint if family in family_checkpoints.FAMILIES else make_checkpoint

@@ -12,7 +12,7 @@ def some_logits(num_rows=24, vocab=VOCAB, scale=3.0, seed=0):
 
 
 def some_rows(num_rows=24, **settings):
-    """Rows that draw, each with its own seed; a setting is one value for all rows or one each."""
+    """Return rows that sample, each with its own seed. A setting is one value for all rows or one for each."""
     rows = SamplingRows.greedy(num_rows)
     for name, value in {"temperature": 1.0, "seed": np.arange(num_rows), "counter": 7, **settings}.items():
         getattr(rows, name)[:] = value
@@ -20,10 +20,10 @@ def some_rows(num_rows=24, **settings):
 
 
 def with_pairs(rows, seen=(), bias=()):
-    """The same seen (id, count) pairs and (id, bias) pairs in every row."""
+    """Return the rows with the same seen (id, count) pairs and (id, bias) pairs in each."""
     n = len(rows.temperature)
     rows.bias_starts = np.arange(n + 1, dtype=np.int32) * len(bias)
-    rows.seen_starts = np.arange(n, dtype=np.int32) * (len(seen) + 1)  # between two rows something of nobody's
+    rows.seen_starts = np.arange(n, dtype=np.int32) * (len(seen) + 1)  # between two rows unused elements
     rows.seen_ends = rows.seen_starts + np.int32(len(seen))
     rows.seen_ids, rows.seen_counts = np.array([*seen, (0, 9)] * n, np.int32).reshape(-1, 2).T.copy()
     rows.bias_ids = np.array([token for token, _ in bias] * n, np.int32)

@@ -49,7 +49,9 @@ class RunningServer:
         return f"http://127.0.0.1:{self.ports['METRICS_HTTP_PORT']}/metrics"
 
     def pid_of(self, name: str) -> int:
-        """Of `engine`, `tritonserver`, `stub`, `gateway-0`, `health` or `supervisor`; LookupError when it is down."""
+        """Return the pid of `engine`, `tritonserver`, `stub`, `gateway-0`, `health` or `supervisor`. Raises LookupError
+        while it is down.
+        """
         state = json.loads((self.run_dir / "state.json").read_text())
         pids = {process["name"]: process["pid"] for process in (state["supervisor"], *state["processes"])}
         return pids["tritonserver helper" if name == "stub" else name]
@@ -61,7 +63,7 @@ class RunningServer:
 
 
 def is_alive(pid: int) -> bool:
-    """False for one that has ended and was not reaped yet, too."""
+    """Return whether a process runs. One that has ended and was not reaped yet does not."""
     process = Process.of("", pid)
     return process is not None and process.is_alive
 
@@ -75,13 +77,13 @@ def pids_of(state: ServerState) -> list[int]:
 
 
 def is_clean(server: RunningServer, state: ServerState) -> bool:
-    """No process, no shared memory, no state."""
+    """Return whether no process, shared memory or state is left."""
     left = list(Path("/dev/shm").glob(f"{RunDir(server.run_dir).shm_prefix}*"))
     return not left and state_of(server) is None and not any(map(is_alive, pids_of(state)))
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, below those that the kernel gives to clients. None is given out twice."""
+    """Return ports that are not in use, below those that the kernel gives to clients. None is returned twice."""
     found: list[int] = []
     while len(found) < count:
         number = next(_candidates)
@@ -95,11 +97,11 @@ def free_ports(count: int) -> list[int]:
 
 
 def a_server(folder: Path, env: Mapping[str, str]) -> RunningServer:
-    """One that does not run yet."""
+    """Return a server that does not run yet."""
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     settings = {name: str(port) for name, port in ports.items()}
     settings |= {"RUN_DIR": str(folder / "run"), "FD_LOG_DIR": str(folder / "log"), "START_TIMEOUT": "240"}
-    settings |= {"DRAIN_DELAY": "0"}  # nobody balances load between servers here
+    settings |= {"DRAIN_DELAY": "0"}  # there is no load balancer here
     settings |= {"SERVICE_HOST": "127.0.0.1", "EXPORT_CACHE_DIR": str(ROOT / "build" / "exported-by-tests")}
     settings |= {"MODEL_DIR": str(ROOT / "demo_model"), **env}
     return RunningServer({**os.environ, **settings}, ports, folder / "run", folder / "log")

@@ -107,13 +107,13 @@ class Engines:
             command = [sys.executable, "-m", "benchmarks.peers.ours", str(self._ours(format)), str(cpu.num_threads())]
             return Loaded("ours", args=command)
         rival = BY_NAME[engine]
-        return rival.loaded(rival.form_of(self._checkpoint, format))
+        return rival.loaded(rival.converted(self._checkpoint, format))
 
     def _over_http(self, turn: Turn) -> Rates:
         if turn.engine == "ours":
             return serve.ours(self._ours(turn.format), turn.round)
         rival = BY_NAME[turn.engine]
-        return serve.theirs(rival, rival.form_of(self._checkpoint, turn.format), turn.round)
+        return serve.theirs(rival, rival.converted(self._checkpoint, turn.format), turn.round)
 
 
 def answered(todo: Iterable[Turn], checkpoint: Path, until: float) -> Iterator[dict]:
@@ -134,8 +134,8 @@ def answered(todo: Iterable[Turn], checkpoint: Path, until: float) -> Iterator[d
                 if others > MAX_OTHERS:
                     print(f"not counted, as others used {others} cores: {turn}", flush=True)
                     continue
-                told = {case: [round(rate, 1) for rate in each] for case, each in rates.items()}
-                print(turn.round, *who, told, flush=True)
+                rounded = {case: [round(rate, 1) for rate in each] for case, each in rates.items()}
+                print(turn.round, *who, rounded, flush=True)
                 yield asdict(turn) | {"others": others, "rates": rates}
 
 

@@ -40,8 +40,8 @@ class Loaded:
             print(case, file=self._process.stdin, flush=True)
         for line in self._process.stdout:
             if line.startswith('{"rates"'):
-                told = json.loads(line)
-                return told["rates"], told["others"]
+                result = json.loads(line)
+                return result["rates"], result["others"]
         raise Failed(f"{self._label} ended with exit status {self._process.wait()}")
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class Rival:
     name: str  # of its folder in WORK, and of its module in this package
     label: str
     install: str  # bash lines, run in its folder ($HERE) with its environment on the PATH
-    form: str  # command that converts the weights "$2" to the format "$3" at "$1"
+    convert: str  # command that converts the weights "$2" to the format "$3" at "$1"
     serve: str = ""  # command of its HTTP server for the weights "$1"
     suffix: str = ""  # file name suffix of converted weights
     environment: str = ""  # bash lines that precede every command
@@ -91,13 +91,13 @@ class Rival:
             self.run(f"exec >&2\n{self.install}", cwd=self.folder)
             stamp.write_text(self.install)
 
-    def form_of(self, checkpoint: Path, format: str) -> Path:
+    def converted(self, checkpoint: Path, format: str) -> Path:
         """Return the checkpoint in the rival's format. Convert it if that has not been done yet."""
         out = self.folder / f"{checkpoint.name}-{format}{self.suffix}"
         if not out.exists():
             partial = out.with_name(f"{out.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)  # removes the rest of an interrupted conversion
-            self.run(self.form, partial, checkpoint, format)
+            self.run(self.convert, partial, checkpoint, format)
             partial.rename(out)
         return out
 

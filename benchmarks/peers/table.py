@@ -80,12 +80,12 @@ def table(results: list[dict], width: str, labels: dict[str, str]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def cells(of_cases: dict[str, dict[int, list[float]]], form: Callable[[float], str]) -> dict[str, str]:
-    return {case: written(medians(rounds.values()), form) for case, rounds in of_cases.items()}
+def cells(of_cases: dict[str, dict[int, list[float]]], write: Callable[[float], str]) -> dict[str, str]:
+    return {case: written(medians(rounds.values()), write) for case, rounds in of_cases.items()}
 
 
-def written(rates: list[float], form: Callable[[float], str]) -> str:
-    return " / ".join(map(form, rates))
+def written(rates: list[float], write: Callable[[float], str]) -> str:
+    return " / ".join(map(write, rates))
 
 
 def figure(rate: float) -> str:

@@ -186,8 +186,8 @@ class Ledger:
 
     def report(self) -> dict[str, Any]:
         effects = {kind: asdict(effect) for kind, effect in self.effects.items()}
-        told = {"requests": dict(self.requests), "attempts": dict(self.attempts), "errors": dict(self.errors)}
-        return told | {"effects": effects, "wrong": self.why_wrong[:10], "slowest": self.slowest()}
+        report = {"requests": dict(self.requests), "attempts": dict(self.attempts), "errors": dict(self.errors)}
+        return report | {"effects": effects, "wrong": self.why_wrong[:10], "slowest": self.slowest()}
 
     def slowest(self) -> list[str]:
         """Return the longest silences with the disturbances during each, for a line of the report each."""

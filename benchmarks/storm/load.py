@@ -17,7 +17,7 @@ BAD, HOSTILE, SLOW = 0.03, 0.03, 0.05  # shares of the requests
 SLOW_S = 0.05  # between two parts of an answer
 PATIENCE_S = 90.0  # without a part, or for all attempts of a request; then it is lost
 REFUSALS = ("invalid_request", "prompt_too_long")
-NOBODY = (*CUT, asyncio.TimeoutError, StopAsyncIteration)
+DISCONNECTED = (*CUT, asyncio.TimeoutError, StopAsyncIteration)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Load:
                 num_parts += 1
                 await asyncio.sleep(manner.pause_s)
             outcome = "left"
-        except NOBODY:
+        except DISCONNECTED:
             pass  # `end` decides: a finished answer stays right
         except (ValueError, LookupError, TypeError) as error:
             attempt.is_wrong(f"unreadable: {error!r}")
@@ -114,7 +114,7 @@ class Load:
         parts = self._clients.native_stream(self._rng.choice(BAD_BODIES))
         try:
             error = (await _next(parts)).error
-        except NOBODY:
+        except DISCONNECTED:
             return
         finally:
             await parts.aclose()
@@ -129,7 +129,7 @@ class Load:
         try:
             async for part in parts:
                 error = part.error
-        except NOBODY:
+        except DISCONNECTED:
             pass
         finally:
             await parts.aclose()

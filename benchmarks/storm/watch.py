@@ -27,14 +27,14 @@ class Sample(NamedTuple):
     mb: float
 
 
-def watch(server: StormServer, until_told: Connection) -> None:
+def watch(server: StormServer, stop: Connection) -> None:
     """Watch until a message arrives. Send the memory samples of each kind, the latencies of GET ready in milliseconds,
     and the number of negative answers."""
     memory: dict[str, list[Sample]] = defaultdict(list)
     ready_ms: list[float] = []
     began = time.monotonic()
     num_not_ready, look_at = 0, 0.0
-    while not until_told.poll(ASK_EVERY_S):
+    while not stop.poll(ASK_EVERY_S):
         started = time.perf_counter()
         num_not_ready += not is_ready(server.ports["HEALTH_HTTP_PORT"])
         ready_ms.append(1e3 * (time.perf_counter() - started))
@@ -44,7 +44,7 @@ def watch(server: StormServer, until_told: Connection) -> None:
                 looked = (Sample(time.monotonic() - began, age_s(each), resident_mb(each.pid)) for each in processes)
                 memory[kind] += [sample for sample in looked if sample.mb]
     seen = {kind: samples for kind, samples in memory.items() if samples}  # omits kinds that no sample has seen
-    until_told.send((seen, ready_ms, num_not_ready))
+    stop.send((seen, ready_ms, num_not_ready))
 
 
 def is_ready(port: int) -> bool:

@@ -180,7 +180,7 @@ class KVCacheManager:
         self._prefix_cache.keep_logprobs(request)
 
     def take_new_blocks(self, request: Request) -> Sequence[Sequence[int]]:
-        """Return, for each group, the blocks that the executor has not been told of."""
+        """Return, for each group, the blocks that have not been sent to the executor yet."""
         placed = request.num_placed or [0] * len(self.groups)
         request.num_placed, request.has_new_blocks = [len(ids) for ids in request.block_ids], False
         return [ids[start:] for ids, start in zip(request.block_ids, placed, strict=True)]

@@ -64,7 +64,7 @@ def hash_with_spans(block_hash: bytes, spans: Sequence[PromptSpan], start: int, 
 
 
 def check_spans(spans: Sequence[PromptSpan], prompt_len: int) -> None:
-    """Check that the spans lie in the prompt one behind the other. AssertionError: whoever made them is wrong."""
+    """Assert that the spans lie in the prompt, in order and without overlap. A violation is an error of the caller."""
     end = 0
     for span in spans:
         assert span.length > 0 and end <= span.start, f"{span.start}: prompt spans overlap or are empty"

@@ -23,7 +23,7 @@ EXPORT_SUFFIX = re.compile(r"(-(Block-Attn|Append-Attn|MTP|2nodes))+$")
 
 
 def list_mirror(folder_url: str, policy: Policy, stop: Stop) -> Listing:
-    """`file_list.txt` of one folder, a line a file: `relative/path:md5`."""
+    """Return the files of one folder, as `file_list.txt` lists them: one `relative/path:md5` a line."""
     list_url = f"{folder_url}/file_list.txt"
     try:
         text = get_text(list_url, policy, stop)

@@ -70,7 +70,9 @@ class Progress:
 
 
 def with_retries(attempt: Callable, policy: Policy, stop: Stop, mark: Callable[[], int] = lambda: 0):
-    """`mark` tells how far we are: a try that got further than all before it does not count as failed."""
+    """Call `attempt` until it succeeds, retrying as `policy` says. `mark` returns the progress so far: an attempt that
+    got further than all before it does not count as failed.
+    """
     num_failures = num_corrupt = 0
     furthest = mark()
     while True:

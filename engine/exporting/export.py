@@ -21,7 +21,7 @@ import numpy as np
 from engine.dtypes import WEIGHT_DTYPES
 from engine.exporting import head
 from engine.exporting.complete import complete_or_absent
-from engine.exporting.manifest import CONFIG, DECODER, Graph, Manifest, rank_dir, refuse_static_graph
+from engine.exporting.manifest import CONFIG, DECODER, GraphManifest, Manifest, rank_dir, refuse_static_graph
 from engine.models.checkpoint import Checkpoint, open_tensors, text_part
 from engine.models.coded import Coded
 from engine.models.config import DecoderConfig
@@ -65,7 +65,7 @@ class ExportOptions:
     num_ranks: int = 1  # each with its own graph
     ranks: tuple[int, ...] = ()  # that are written, those of one machine; none: all
     int8_cache: bool = False  # keys and values as int8 instead
-    load_format: str = "auto"  # dummy: the graph alone, made from config.json; whoever runs it draws the weights
+    load_format: str = "auto"  # dummy: only the graph, made from config.json; the executor draws random weights
     hf_overrides: str = ""  # a JSON object: what config.json says instead
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
 
 
 def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint | None]:
-    """config.json, and the weights unless they are to be drawn later."""
+    """Read config.json, and open the weights unless they are to be drawn at random later."""
     if load_format == "dummy":
         return read_json(directory / CONFIG), None
     if rank_files(directory):
@@ -239,7 +239,7 @@ def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int, has_weights:
         layout, stem = network.cache_layout, "model" if name == DECODER else name
         files = (f"{stem}.json", f"{stem}.pdiparams" if has_weights else "")
         inputs = step_inputs(len(layout.groups), network.embedding.takes_spans)
-        graphs[name] = Graph(*files, inputs, network.outputs, layout.caches, layout.groups)
+        graphs[name] = GraphManifest(*files, inputs, network.outputs, layout.caches, layout.groups)
     sizes = (model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks)
     return Manifest(*sizes, shard.format.name, graphs)
 

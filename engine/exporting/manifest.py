@@ -23,7 +23,7 @@ VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version
 
 
 @dataclass(frozen=True)
-class Graph:
+class GraphManifest:
     """One graph, of which every rank has its own files and caches of these shapes."""
 
     program: str  # file in the rank's folder
@@ -43,7 +43,7 @@ class Manifest:
     block_size: int  # tokens of a KV block
     num_ranks: int
     weight_format: str  # of the matrices: a name of engine.models.formats
-    graphs: Mapping[str, Graph]  # by name
+    graphs: Mapping[str, GraphManifest]  # by name
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -78,7 +78,7 @@ class Manifest:
             VERSION_KEY: GRAPH_VERSION,
         }
 
-    def graph(self, name: str = DECODER) -> Graph:
+    def graph(self, name: str = DECODER) -> GraphManifest:
         """Return the graph of this name. Raises ModelError that lists the names there are."""
         if name not in self.graphs:
             raise ModelError(f"the model has no graph {name!r}, only {', '.join(self.graphs)}")
@@ -120,7 +120,7 @@ def _version(directory: Path) -> Any:
 
 
 def _read(kind: Any, value: Any, key: str) -> Any:
-    """`value`, found under `key`, as what a field of the dataclasses above declares."""
+    """Convert `value`, found under `key`, to the type that the field of a dataclass above declares."""
     if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
             raise ModelError(f"{key} is {value!r}, it must be an object")

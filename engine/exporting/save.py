@@ -14,7 +14,7 @@ from paddle import Tensor, nn
 from paddle.base.framework import EagerParamBase
 
 from engine.core.cache_groups import STATE, table_name
-from engine.exporting.manifest import Graph
+from engine.exporting.manifest import GraphManifest
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
 from engine.models.layers import SPAN_EMBEDDINGS, Run
@@ -30,7 +30,7 @@ Kind = tuple[tuple[int, ...], Any]  # of a parameter: its shape and its dtype as
 class Traced(nn.Layer):
     """A network with its parameters and the names of its inputs, as Paddle wants it."""
 
-    def __init__(self, network: Decoder, graph: Graph, params: Mapping[str, EagerParamBase]):
+    def __init__(self, network: Decoder, graph: GraphManifest, params: Mapping[str, EagerParamBase]):
         super().__init__()
         self._network, self._params = network, dict(params)
         self._names = [*graph.inputs, *(cache.name for cache in graph.caches)]
@@ -44,7 +44,11 @@ class Traced(nn.Layer):
 
 
 def save_graph(
-    directory: Path, network: Decoder, graph: Graph, checkpoint: Checkpoint | None, progress: Callable[[str], None]
+    directory: Path,
+    network: Decoder,
+    graph: GraphManifest,
+    checkpoint: Checkpoint | None,
+    progress: Callable[[str], None],
 ) -> None:
     """Write one graph and its parameters into the folder of a rank. Without a checkpoint, write the graph alone."""
     paddle.set_device("cpu")
@@ -105,11 +109,11 @@ def _placeholder(name: str, kind: Kind) -> EagerParamBase:
 
 
 def _dtype_of(array: np.ndarray) -> Any:
-    """uint16 stands for bfloat16."""
+    """Return the dtype of an array by Paddle's name; uint16 stands for bfloat16."""
     return "bfloat16" if array.dtype == np.uint16 else array.dtype.name
 
 
-def _input_specs(graph: Graph, network: Decoder) -> list[paddle.static.InputSpec]:
+def _input_specs(graph: GraphManifest, network: Decoder) -> list[paddle.static.InputSpec]:
     """Return the input specifications: the inputs of a step, followed by the caches."""
     shapes = network.input_shapes | {
         table_name(index): (None, group.num_parts if group.kind == STATE else None)

@@ -33,7 +33,7 @@ MAX_IDLE = 32  # workers that no answer needs
 IDLE_S, LOOK_EVERY_S = 60.0, 10.0  # until one of them ends, and how often that is looked for
 
 
-class Compiler:
+class GrammarCompiler:
     """Gives each grammar a worker process that compiles it. `on_compiled` is called when answers can follow the
     grammar."""
 

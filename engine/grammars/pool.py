@@ -18,7 +18,7 @@ import numpy as np
 from engine.core.grammar import MaskRow
 from engine.core.types import Grammar, Request
 from engine.errors import Cancelled
-from engine.grammars.compiler import Compiler
+from engine.grammars.compiler import GrammarCompiler
 from engine.grammars.fork_server import Setup
 from engine.grammars.matcher import NO_MASK, NUM_LATE_STEPS, CompiledGrammar, Matcher, Opening
 from engine.grammars.processes import SharedRows, WorkerProcess
@@ -44,7 +44,7 @@ class GrammarPool:
         self._rows = SharedRows(2 * ROWS_OF_ANSWER * config.batch_size, vocab_size)
         setup = Setup(load_tokenizer, vocab_size, config.grammar_memory_mb << 20)
         self._workers = Workers(setup, self._rows, lambda *exited: self._compiler.exited(*exited))
-        self._compiler = Compiler(self._workers, config, self._open)
+        self._compiler = GrammarCompiler(self._workers, config, self._open)
         self._grown: list[Matcher] = []  # answers whose workers have not been sent of their last tokens
         self._late_rows: dict[WorkerProcess, int] = {}  # the end of the rows that a late worker may still write
 

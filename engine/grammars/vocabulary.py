@@ -7,7 +7,7 @@ from llguidance import LLTokenizer
 from engine.text.tokenizer import Tokenizer
 
 # What most texts of JSON allow is looked up by so many characters, where the library has 10 and 30: the masks of
-# `benchmarks.forms` take 40% less time.
+# `benchmarks.structured_output` take 40% less time.
 IN_A_TEXT = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{IN_A_TEXT}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 15, 20)), f"{IN_A_TEXT}+"]
 

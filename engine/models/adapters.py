@@ -106,8 +106,8 @@ def _read_adapter(
         if adapter_id not in ("", digest):
             raise AdapterError("its files have changed since it was loaded")
         tensors = _tensors(weights)
-        form = rank, scale, dtype
-        pairs = [pair for linear in found_in(network, Linear) for pair in _pairs_of(linear, tensors, form)]
+        layout = rank, scale, dtype
+        pairs = [pair for linear in found_in(network, Linear) for pair in _pairs_of(linear, tensors, layout)]
         if of_experts := [name for name in tensors if ".experts." in name]:
             raise AdapterError(f"{WEIGHTS} has tensor {min(of_experts)}: adapters of experts are not supported")
         if tensors:
@@ -186,9 +186,9 @@ def _tensors(weights: bytes) -> dict[str, np.ndarray]:
     }
 
 
-def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], form: tuple[int, float, str]) -> Iterator[Pair]:
+def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], layout: tuple[int, float, str]) -> Iterator[Pair]:
     """Yield the LoRA matrices of a layer, and remove its tensors from `tensors`."""
-    first, (rank, scale, dtype), used = 0, form, set()
+    first, (rank, scale, dtype), used = 0, layout, set()
     for part in linear.weight.parts:
         rows, columns = part.axes
         names = [f"{PREFIX}{part.tensor.removesuffix('weight')}lora_{which}.weight" for which in "AB"]

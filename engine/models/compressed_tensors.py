@@ -43,24 +43,24 @@ def parts(config: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     return [an_object(an_object(groups, key), name) for key in groups]
 
 
-def _group(group: Mapping[str, Any], form: str) -> Quantization | None:
+def _group(group: Mapping[str, Any], layout: str) -> Quantization | None:
     weights, inputs = an_object(group, "weights"), an_object(group, "input_activations")
     if weights.get("type") == "float":
-        _check_floats(weights, form)
+        _check_floats(weights, layout)
         return None
     targets = tuple(str(target) for target in group.get("targets") or ("Linear",))
     _check_whole_numbers(weights, inputs)
-    if inputs or form == "int-quantized":
+    if inputs or layout == "int-quantized":
         made = "a8w8" if inputs else WIDER
         ends, unused = ("weight", "weight_scale"), ("input_scale", "input_zero_point")
         return Quantization("compressed-tensors", made, False, -1, ends, as_stored, unused, targets=targets)
-    need({"format": form}, "compressed-tensors", format=("pack-quantized",))
+    need({"format": layout}, "compressed-tensors", format=("pack-quantized",))
     return replace(_packed(weights), targets=targets)
 
 
-def _check_floats(weights: Mapping[str, Any], form: str) -> None:
+def _check_floats(weights: Mapping[str, Any], layout: str) -> None:
     if weights.get("num_bits") == 4:
-        need({"format": form}, "compressed-tensors weights of 4-bit floats", format=FP4_FORMATS)
+        need({"format": layout}, "compressed-tensors weights of 4-bit floats", format=FP4_FORMATS)
         return
     blocks = (f"{FP8_BLOCK}x{FP8_BLOCK}", [FP8_BLOCK, FP8_BLOCK], None)
     known = {"num_bits": (8,), "strategy": ("tensor", "channel", "block"), "block_structure": blocks}
@@ -101,10 +101,10 @@ def _packed(weights: Mapping[str, Any]) -> Quantization:
             zero = unpack(zero, axis=0)[:rows] if zero.dtype == np.int32 else (zero + 8).astype(np.uint8)
         return Codes(codes, scale, zero, order)
 
-    form, optional = WIDER if bits == 8 else "weight_only_int4", ("weight_zero_point", "weight_g_idx")
+    layout, optional = WIDER if bits == 8 else "weight_only_int4", ("weight_zero_point", "weight_g_idx")
     ends = ("weight_packed", "weight_scale", "weight_shape")
     inexact = "compressed-tensors of 8 bits in groups" if bits == 8 and size > 0 else ""
-    return Quantization("compressed-tensors", form, has_zero, size, ends, read, optional, inexact=inexact)
+    return Quantization("compressed-tensors", layout, has_zero, size, ends, read, optional, inexact=inexact)
 
 
 def as_stored(tensors: Tensors) -> Codes:

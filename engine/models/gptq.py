@@ -41,10 +41,12 @@ def gptq(config: Mapping[str, Any]) -> Quantization:
             return Codes((codes.T.astype(np.int16) - 128).astype(np.int8), scale, zero.T - 128, order)
         return Codes(codes.T, scale, zero.T.astype(np.uint8), order)
 
-    form = "weight_only_int4" if bits == 4 else WIDER
+    quant_type = "weight_only_int4" if bits == 4 else WIDER
     inexact = "gptq of 8 bits in groups" if bits == 8 and size != -1 else ""
     word = int.from_bytes(bytes([stored_middle << 4 | stored_middle if bits == 4 else stored_middle] * 4), "little")
-    return Quantization("gptq", form, not config.get("sym", True), size, ENDS, read, ("g_idx",), word, inexact=inexact)
+    return Quantization(
+        "gptq", quant_type, not config.get("sym", True), size, ENDS, read, ("g_idx",), word, inexact=inexact
+    )
 
 
 def awq(config: Mapping[str, Any]) -> Quantization:

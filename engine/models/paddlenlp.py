@@ -46,7 +46,7 @@ Params = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PaddlePacked:
     """View of a quantized matrix [N, K] that is stored in the layout of CUDA kernels."""
 
     stored: np.ndarray  # its bytes, u8 [N * K * bits / 8]
@@ -63,7 +63,7 @@ class Packed:
         """Return the number of rows that are interleaved."""
         return 16 // self.bits
 
-    def rows(self, start: int, stop: int) -> Packed:
+    def rows(self, start: int, stop: int) -> PaddlePacked:
         """Return rows `start` to `stop`, in the same layout. Raises ModelError if that cuts interleaved rows."""
         if start % self.interleaved or stop % self.interleaved:
             raise ModelError(f"rows {start} to {stop} cut those that are interleaved, {self.interleaved} at a time")
@@ -197,7 +197,7 @@ def _of_layer(
     start = 0
     for name, share in zip(names, shares, strict=True):
         stop = start + share * each
-        of_ranks = tuple(m.rows(start, stop) if isinstance(m, Packed) else m[start:stop] for m in matrices)
+        of_ranks = tuple(m.rows(start, stop) if isinstance(m, PaddlePacked) else m[start:stop] for m in matrices)
         yield f"{prefix}{name}.{end}", Joined(of_ranks, axis)
         start = stop
 
@@ -216,7 +216,7 @@ def _matrix(name: str, params: Params, leaf: str) -> Any:
     rows, columns = shape = (len(array) * 8 // bits, array.shape[1])
     if scale.shape != (rows,) or columns % TILE or rows % (16 // bits):
         raise ModelError(f"{array.shape} of bytes and {scale.shape} of scales are no matrix of 8 or 4 bits by channel")
-    return Packed(np.ascontiguousarray(array).view(np.uint8).reshape(-1), bits, shape)
+    return PaddlePacked(np.ascontiguousarray(array).view(np.uint8).reshape(-1), bits, shape)
 
 
 def _quantization(directory: Path, tensors: Mapping[str, Stored]) -> tuple[Quantization, ...]:

@@ -179,7 +179,9 @@ def _compile(objects: dict[Path, list[str]], report: Report) -> str:
 
 
 def _remove_unused(parent: Path) -> None:
-    """Builds of other sources that nobody has used for long, and what killed builds left. Under the lock."""
+    """Remove builds of other sources that have not been used for long, and what interrupted builds have left. The
+    caller holds the lock.
+    """
     key = 16 * "[0-9a-f]"
     builds = [path for name in (f"ops-{key}", f"ops-{key}-*", f"{OBJECTS}-{key}") for path in parent.glob(name)]
     unused = [path for path in builds if path.lstat().st_mtime < time.time() - UNUSED_AFTER_S]

@@ -298,7 +298,7 @@ OPS: dict[str, Op] = {each.name: each for each in EXPORTED}
 
 
 def _gated(linear: Op) -> Op:
-    """A linear layer and the `swiglu` that alone reads its output."""
+    """Return the fusion of a linear layer with the `swiglu` that is the only reader of its output."""
     return replace(
         linear,
         name=f"gated_{linear.name}",

@@ -64,7 +64,7 @@ class Op:
 
     @property
     def hides_product(self) -> bool:
-        """Whether the product of a linear layer never lies in memory as a whole."""
+        """Return whether the product of a linear layer is never stored as a whole."""
         return bool(self.fuses and self.weights and self.fuses[-1] != LOGITS)
 
     @property
@@ -74,19 +74,19 @@ class Op:
 
     @property
     def updated(self) -> int | None:
-        """The input that the op updates in place and returns as its last output."""
+        """Return the input that the op updates in place and returns as its last output."""
         names = [array.name for array in self.inputs]
         return names.index(self.outputs[-1].name) if self.outputs[-1].name in names else None
 
     @property
     def rows_of(self) -> int:
-        """The input that has an axis as long as the output has rows: that of the step's tokens, or of its logits."""
+        """Return the input that has as many rows as the output: the step's tokens, or its logits."""
         rows = self.outputs[0].shape[0]
         return next(index for index, array in enumerate(self.inputs) if rows in array.shape)
 
     @cached_property
     def symbols(self) -> tuple[str, ...]:
-        """Symbols of the shapes in order of appearance, attributes excluded."""
+        """Return the symbols of the shapes in order of appearance, without attributes."""
         known = {attribute.name for attribute in self.attributes} | {"pad"}
         found = dict.fromkeys(
             symbol for array in (*self.inputs, *self.outputs) for axis in array.shape for symbol in SYMBOL.findall(axis)

@@ -52,7 +52,7 @@ constexpr LlmOutputs kOutputs[] = {{{outputs}}};
 
 
 def _arrays(op: Op) -> list[Array]:
-    """Arrays with memory of their own: an output that is an updated input has none."""
+    """Return the arrays with memory of their own. An output that is an updated input has none."""
     return [*op.inputs, *(op.outputs[:-1] if op.updated is not None else op.outputs)]
 
 
@@ -79,7 +79,7 @@ def _sampling_row() -> str:
 
 
 def _of_struct(op: Op, expression: str) -> str:
-    """An expression of the declaration in C++, its names being fields of `a`."""
+    """Return an expression of the declaration in C++, with its names as fields of `a`."""
     fields = {*op.symbols, *(each.name for each in op.attributes)}
     fields |= {f"{array.name}_type" for array in op.inputs}
     text = SYMBOL.sub(lambda found: f"a.{found[0]}" if found[0] in fields else found[0], expression)
@@ -100,7 +100,7 @@ def _axis(op: Op, expression: str, known: set[str]) -> str:
 
 
 def _bind(op: Op) -> str:
-    """A function that fills the structure from arrays and attributes and gives the outputs' shapes."""
+    """Generate a function that fills the structure from arrays and attributes and returns the shapes of the outputs."""
     arrays = [*op.inputs, *op.outputs]
     plain = {axis for array in op.inputs for axis in array.shape if axis in op.symbols}
     lines = [f"  a.{symbol} = -1;\n" for symbol in op.symbols]
@@ -132,7 +132,9 @@ def _bind(op: Op) -> str:
 
 
 def _check(op: Op) -> str:
-    """A function that checks the conditions on sizes and the values of ids, which a step of the engine never breaks."""
+    """Generate a function that checks the conditions on sizes and the values of ids, which a step of the engine never
+    violates.
+    """
     lines = []
     for condition in op.requires:
         names = [name for name in dict.fromkeys(SYMBOL.findall(condition)) if _of_struct(op, name) != name]
@@ -149,7 +151,9 @@ def _check(op: Op) -> str:
 
 
 def _step(op: Op) -> str:
-    """A function that sets the sizes of a step, and one that returns the product of a linear layer, for adapters."""
+    """Generate a function that sets the sizes of a step, and one that returns the product of a linear layer, for
+    adapters.
+    """
     sizes = "".join(f"  a.{symbol} = s.{symbol};\n" for symbol in op.symbols if symbol in STEP_SYMBOLS)
     name = f"Llm{camel(op)}"
     text = f"inline void set_sizes({name}& a, const StepSizes& s) {{\n{sizes}  (void)a, (void)s;\n}}\n"
@@ -163,8 +167,8 @@ def _registration(op: Op) -> str:
         given = [f"const paddle::optional<{kind}>&" if a.is_optional else f"const {kind}&" for a in op.inputs]
         return ", ".join(given)
 
-    def with_attributes(kind: str, form: str) -> str:
-        return ", ".join([types(kind), *(form.format(each.type) for each in op.attributes)])
+    def with_attributes(kind: str, template: str) -> str:
+        return ", ".join([types(kind), *(template.format(each.type) for each in op.attributes)])
 
     inputs = ", ".join(f'paddle::Optional("{a.name}")' if a.is_optional else f'"{a.name}"' for a in op.inputs)
     outputs = [array.name for array in op.outputs]

@@ -34,7 +34,7 @@ class Group(Protocol):
     num_ranks: int
 
     def exchange(self, x: np.ndarray) -> list[np.ndarray]:
-        """What every rank gives, in the order of the ranks. All ranks call it, equally often."""
+        """Return what every rank gives, in rank order. All ranks call it, equally often."""
         ...
 
 
@@ -49,7 +49,7 @@ ALONE = Alone()
 
 
 def of(group: Group) -> SimpleNamespace:
-    """The ops of a rank. Those of this module itself are of a process that is alone."""
+    """Return the ops of a rank. Those of this module itself belong to a process without a group."""
     bound = {op.__name__: functools.partial(op, group=group) for op in (all_reduce, all_gather)}
     return SimpleNamespace(**{**globals(), **bound})
 
@@ -129,8 +129,9 @@ def linear_int4(
 
 
 def in_steps(x: np.ndarray, group: int) -> np.ndarray:
-    """float64: every `group` numbers of a row as multiples, up to LARGEST, of a step of their own. One that is not
-    finite makes all of its group NaN."""
+    """Return float64 multiples, up to LARGEST, of a step for every `group` numbers of a row. A number that is not
+    finite makes its whole group NaN.
+    """
     rounded = np.empty(x.shape, np.float64)
     for start in range(0, x.shape[1], group):
         part = x[:, start : start + group]
@@ -144,14 +145,14 @@ def in_steps(x: np.ndarray, group: int) -> np.ndarray:
 
 
 def int4_numbers(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
-    """float64 [N, K'] of two codes a byte, the first in the lower half."""
+    """Return float64 [N, K'] of two codes a byte, the first in the lower half."""
     numbers = np.stack([codes & 15, codes >> 4], axis=2).reshape(*scale.shape, -1).astype(np.float64)
     origin = 8 if zero is None else from_bf16(zero)[:, :, None]
     return ((numbers - origin) * from_bf16(scale)[:, :, None]).reshape(len(codes), -1)
 
 
 def int4_values(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
-    """The same, rounded to bf16."""
+    """Return the values of int4 codes, rounded to bf16."""
     return to_bf16(int4_numbers(codes, scale, zero).astype(np.float32))
 
 
@@ -215,7 +216,7 @@ def head_norm(  # noqa: PLR0913 - the inputs of the catalogue, in its order
 
 
 def rotate(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
-    """The first R elements of every head [T, heads, D], turned by halves."""
+    """Rotate the first R elements of every head [T, heads, D] by halves."""
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
     x1, x2 = heads[..., :half], heads[..., half : 2 * half]
@@ -262,7 +263,7 @@ def paged_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its orde
 
 
 def to_cached_int8(rows: np.ndarray) -> np.ndarray:
-    """[..., D] as D codes and the two bytes of a bf16 scale."""
+    """Quantize rows [..., D] to D codes and the two bytes of a bf16 scale."""
     largest = np.abs(rows).max(axis=-1, keepdims=True)  # in float32: a rounding that differs is another number
     bits = to_bf16(largest / np.float32(127))
     scale = from_bf16(bits)

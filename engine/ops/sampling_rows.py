@@ -59,7 +59,7 @@ class SamplingRows:
 
     @classmethod
     def greedy(cls, num_rows: int) -> SamplingRows:
-        """Rows that take the largest logit: what every other row is an edit of."""
+        """Return rows of greedy sampling, from which other rows are derived by changing fields."""
         rows = cls(np.zeros(num_rows, ROW))
         for parameter in PARAMETERS:
             rows.values[parameter.name] = parameter.neutral
@@ -69,7 +69,7 @@ class SamplingRows:
 
     @property
     def max_logprobs(self) -> int:
-        """Columns of the top lists: 0 where nobody asked."""
+        """Return the number of columns of the top lists, or 0 if no row asks for them."""
         return max(0, int(self.num_logprobs.max(initial=0)))
 
     def seen_of(self, row: int) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,7 @@ class Answers:
     reasoning_parser: str = setting(
         "none",
         "REASONING_PARSER",
-        "what the model thinks before it answers is told apart in OpenAI's answers, and the form of an answer begins "
+        "the reasoning of the model is separated in OpenAI's answers, and structured output begins "
         "after it: the kind of model",
         choices=tuple(REASONING_MODES),
         synonyms=dict.fromkeys(OF_ERNIE, "ernie"),
@@ -83,8 +83,9 @@ class Answers:
 
     @cached_property
     def owners(self) -> dict[str, Owner]:
-        """API keys that HTTP and gRPC requests may use, with their owners; empty if no key is required. Raises
-        ConfigError."""
+        """Return the API keys that HTTP and gRPC requests may use, with their owners; empty if no key is required.
+        Raises ConfigError.
+        """
         anonymous = {self.api_key: Owner()} if self.api_key else {}
         return {**(read_keys(str(expanded("API_KEYS", self.api_keys))) if self.api_keys else {}), **anonymous}
 

@@ -55,7 +55,9 @@ class Config(
         return config
 
     def _check(self, problems: list[str]) -> None:
-        """`problems` is what is wrong already. With one, what holds between settings cannot be told."""
+        """Check conditions between settings. `problems` lists what is wrong already; if it is not empty, such
+        conditions cannot be checked.
+        """
         of_each = (
             self.check_http_port,
             self.check_model_paths,
@@ -90,7 +92,7 @@ class Config(
 
     @property
     def max_step_tokens(self) -> int:
-        """MAX_NUM_BATCHED_TOKENS, but enough that prompts go on beside a full batch of decodes."""
+        """Return MAX_NUM_BATCHED_TOKENS, raised so that prompts make progress next to a full batch of decodes."""
         on_device = 8192 if self.device == "gpu" else 256
         return max(self.max_num_batched_tokens or on_device, 2 * self.batch_size)
 

@@ -14,7 +14,9 @@ MIN_CAPABILITY = (8, 0)  # bfloat16 products and conversions are instructions of
 
 
 def with_device(config: Config) -> Config:
-    """`auto` replaced by what it comes to. Raises ConfigError where a GPU is asked for and none can be used."""
+    """Return `config` with `auto` replaced by the device that it selects. Raises ConfigError if a GPU is requested and
+    none can be used.
+    """
     if config.device == CPU:
         return config
     trouble = _why_no_gpu()

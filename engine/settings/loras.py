@@ -49,8 +49,9 @@ class LoraSettings(Model):
 
 
 def _read_modules(text: str, lora_dir: Path | None) -> dict[str, Path]:
-    """`name=path`, with blanks between several, or JSON: an object of `name` and `path`, or a list of such. A relative
-    path begins at `lora_dir`. Raises ConfigError."""
+    """Parse `name=path`, several of them separated by blanks, or JSON: an object with `name` and `path`, or a list of
+    such objects. A relative path begins at `lora_dir`. Raises ConfigError.
+    """
     modules: dict[str, Path] = {}
     for name, path in _pairs(text):
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LEN or not isinstance(path, str) or not path:

@@ -48,7 +48,9 @@ class Machines:
 
 
 def read_machines(num_hosts: int, num_ranks: int, texts: Mapping[str, str]) -> Machines:
-    """`texts` has POD_IPS, POD_0_IP and HOST_IP. Raises ConfigError that names the variable and what was expected."""
+    """Read the hosts from `texts`, which has POD_IPS, POD_0_IP and HOST_IP. Raises ConfigError that names the variable
+    and what was expected.
+    """
     pod_ips = texts["POD_IPS"]
     listed = [_ip("POD_IPS", text) for text in pod_ips.split(",")] if pod_ips else []
     if len(listed) != num_hosts and (listed or num_hosts > 1):

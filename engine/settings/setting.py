@@ -51,7 +51,9 @@ def given(setting: Setting, environ: Mapping[str, str]) -> tuple[str, str | None
 
 
 def parse(name: str, text: str, kind: str, setting: Setting) -> Any:
-    """`kind` is the field's annotation. Raises ConfigError that names `name`, the text and what was expected."""
+    """Parse the text of a setting. `kind` is the annotation of its field. Raises ConfigError that names `name`, the
+    text and what was expected.
+    """
     text = setting.synonyms.get(text, text)
     is_other = bool(setting.other) and text.endswith(setting.other)
     if setting.choices and text not in setting.choices and not is_other:

@@ -39,7 +39,7 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         generation_config: Json | None = None,
     ):
-        """`special_tokens` as in special_tokens_map.json, `generation_config` with eos_token_id."""
+        """Take `special_tokens` as in special_tokens_map.json and `generation_config` with eos_token_id."""
         self._backend = backend
         backend.no_padding()
         backend.no_truncation()

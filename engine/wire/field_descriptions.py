@@ -30,7 +30,8 @@ FIELD_DESCRIPTIONS = {
     **{each.field: each.meaning for each in PARAMETERS},
     "n": "1 to 16 answers to the prompt, which is computed once; those that do not fit beside the others wait",
     "best_of": (
-        "up to 16 answers that are made, of which the `n` likeliest are told: see [The best](#the-best-of-several)"
+        "up to 16 answers that are generated, of which the `n` likeliest are returned: see "
+        "[The best](#the-best-of-several)"
     ),
     "use_beam_search": "search for the `n` likeliest answers with `best_of` beams, `n` if that is not given",
     "length_penalty": "-10 to 10, with `use_beam_search`: an answer's logprob is divided by this power of its length",

@@ -176,15 +176,15 @@ def _output(body: Json) -> tuple[str, Json]:
     fields: Json = {}
     if config.get("effort") is not None:
         fields["reasoning_effort"] = config["effort"]
-    name, place, form = "output_config", ".format", config.get("format")
-    if form is None:
-        name, place, form = "output_format", "", body.get("output_format")
-    if form is not None:
-        if wire.within(name, place, AN_OBJECT, form).get("type") != "json_schema":
+    name, place, output_format = "output_config", ".format", config.get("format")
+    if output_format is None:
+        name, place, output_format = "output_format", "", body.get("output_format")
+    if output_format is not None:
+        if wire.within(name, place, AN_OBJECT, output_format).get("type") != "json_schema":
             text = f"`{{field}}{place}` may have the type `json_schema` only, it is {{value}}"
-            raise InvalidRequest(text, field=name, value=wire.shown(form))
-        check = wire.lenient_json_schema if form.get("strict") is False else wire.json_schema
-        wire.within(name, f"{place}.schema", check, form.get("schema"))
-        schema = {"schema": form["schema"], "strict": form.get("strict")}
+            raise InvalidRequest(text, field=name, value=wire.shown(output_format))
+        check = wire.lenient_json_schema if output_format.get("strict") is False else wire.json_schema
+        wire.within(name, f"{place}.schema", check, output_format.get("schema"))
+        schema = {"schema": output_format["schema"], "strict": output_format.get("strict")}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return name, fields

@@ -66,10 +66,14 @@ def parse(body: dict[str, Any], context: RequestContext) -> NativeExchange:
     )
 
 
-def _unenforced(form: Any) -> tuple[str, ...]:
+def _unenforced(response_format: Any) -> tuple[str, ...]:
     """Return what of a schema is not enforced. The model refuses what is wrong with it."""
     try:
-        checked = None if form is None else wire.STRUCTURED_OUTPUT_FIELDS["response_format"]("response_format", form)
+        checked = (
+            None
+            if response_format is None
+            else wire.STRUCTURED_OUTPUT_FIELDS["response_format"]("response_format", response_format)
+        )
     except InvalidRequest:
         return ()
     return checked.unenforced if checked else ()

@@ -35,7 +35,7 @@ class Tools:
 
     @property
     def names(self) -> Collection[str]:
-        """Return the names of the tools, if a call can be told from text only by them."""
+        """Return the names of the tools, if only they distinguish a call from text."""
         return [tool["function"]["name"] for tool in self.tools] if self.calls and self.calls.bare else ()
 
     def fields(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -49,17 +49,19 @@ class Tools:
         fields: dict[str, Any] = {"chat_template_kwargs": kwargs}
         if self.calls.has_special_token:
             fields["skip_special_tokens"] = options.get("skip_special_tokens", False)
-        forms = [name for name in wire.STRUCTURED_OUTPUT_FIELDS if name in options]
-        if self.forced and forms not in ([], [OF_WORDS]):
-            raise InvalidRequest("`{field}` cannot be combined with a `tool_choice` that forces a call", field=forms[0])
+        output_fields = [name for name in wire.STRUCTURED_OUTPUT_FIELDS if name in options]
+        if self.forced and output_fields not in ([], [OF_WORDS]):
+            raise InvalidRequest(
+                "`{field}` cannot be combined with a `tool_choice` that forces a call", field=output_fields[0]
+            )
         if self.forced:
             fields["guided_grammar"], unenforced = self._grammar(self.calls, self.forced)
-        elif forms == [OF_WORDS] and self.calls.is_enforceable:
+        elif output_fields == [OF_WORDS] and self.calls.is_enforceable:
             words = wire.STRUCTURED_OUTPUT_FIELDS[OF_WORDS](OF_WORDS, options[OF_WORDS])
             if words and words.kind == "json":
                 functions = [tool["function"] for tool in self.tools]
                 fields["guided_grammar"], unenforced = self._grammar(self.calls, functions, words)
-        if "guided_grammar" in fields and forms:
+        if "guided_grammar" in fields and output_fields:
             fields[OF_WORDS] = {"type": "text"}  # the grammar enforces it instead
         return fields, unenforced
 
@@ -126,7 +128,7 @@ def _checked_tools(given: Any) -> list[dict[str, Any]]:
         name = wire.within("tools", "[].function.name", A_STRING, function.get("name"))
         _arguments(function, is_strict=False)
         if name in names:
-            text = "`{field}` has more than one with the name {value}: whose arguments a call has could not be told"
+            text = "`{field}` has more than one with the name {value}: the arguments of a call could not be assigned"
             raise InvalidRequest(text, field="tools", value=wire.shown(name))
         names.add(name)
     return tools

@@ -65,8 +65,8 @@ def exchange_of(
     check_parts("text", text, {"format": AN_OBJECT, "verbosity": A_STRING})
     check_parts("reasoning", reasoning, {"effort": A_STRING, "summary": A_STRING})
     refuse_any(text, {"verbosity": REFUSED_IN_CHATS["verbosity"]})
-    if form := text.get("format"):
-        chat["response_format"] = _form(form)
+    if text_format := text.get("format"):
+        chat["response_format"] = _text_format(text_format)
     if effort := reasoning.get("effort"):
         chat["reasoning_effort"] = effort
     return ResponsesExchange(parse_chat(chat, True, model_name, syntax), CALLED, body, identity)
@@ -194,7 +194,10 @@ def _choice(choice: Any) -> Any:
     return choice
 
 
-def _form(form: Json) -> Json:
-    if form.get("type") != "json_schema":
-        return form
-    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+def _text_format(text_format: Json) -> Json:
+    if text_format.get("type") != "json_schema":
+        return text_format
+    return {
+        "type": "json_schema",
+        "json_schema": {name: value for name, value in text_format.items() if name != "type"},
+    }

@@ -31,8 +31,8 @@ function askForKey(refused) {
 }
 
 async function reason(response) {
-  const told = await response.json().catch(() => ({}));
-  return told.error?.message || told.error_msg || `the server answered ${response.status}`;
+  const body = await response.json().catch(() => ({}));
+  return body.error?.message || body.error_msg || `the server answered ${response.status}`;
 }
 
 // The chunks of an answer, as OpenAI's API streams them.

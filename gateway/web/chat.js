@@ -155,7 +155,7 @@ class Answer {
     cancelAnimationFrame(this.frame);
     this.draw(message);
     this.text.classList.remove("coming");
-    this.foot.append(...(message.content ? [copyButton(() => message.content)] : []), this.again(), this.told());
+    this.foot.append(...(message.content ? [copyButton(() => message.content)] : []), this.again(), this.summary());
     if (message.tool_calls && this.reason) this.calls.append(resultForm(message.tool_calls));
     follow(true);
   }
@@ -170,7 +170,7 @@ class Answer {
     return button;
   }
 
-  told() {
+  summary() {
     const seconds = (this.usage ? performance.now() : NaN) - this.first, tokens = this.usage?.completion_tokens;
     if (this.first) this.facts.unshift(`first after ${((this.first - this.started) / 1000).toFixed(2)} s`);
     if (tokens > 1) this.facts.unshift(`${((tokens - 1) / seconds * 1000).toFixed(1)} tokens/s`);

@@ -1,4 +1,4 @@
-// Elements are made here and nowhere else: text goes in as text, whoever has written it.
+// Elements are created only here, and text is always inserted as text, never as HTML.
 
 export const $ = (id) => document.getElementById(id);
 

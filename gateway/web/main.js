@@ -23,7 +23,7 @@ function show() {
 
 async function poll() {
   clearTimeout(timer);
-  if (document.hidden) return; // nobody looks
+  if (document.hidden) return; // the page is not visible
   try {
     const status = await (await call("status")).json();
     head(status.ready ? "ready" : "waiting", status.ready ? "ready" : status.reason, status.model);

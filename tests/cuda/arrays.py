@@ -1,5 +1,5 @@
-"""The functions of engine.ops.cuda, or of one like it, as those of engine.ops.reference: numpy's arrays in and out. And
-how near what they give is to what they should."""
+"""Adapter of the functions of engine.ops.cuda, or of a similar module, to numpy arrays in and out as in
+engine.ops.reference, and the distance of their results from the expected ones."""
 
 import ml_dtypes  # noqa: F401 - lets numpy know bfloat16
 import numpy as np
@@ -20,7 +20,7 @@ def assert_close(found, expected, tolerance=2e-6):
 
 
 def distance(found, expected):
-    """Of a tensor from an array, relative to this, over all elements."""
+    """Return the distance of a tensor from an array, relative to the array, over all elements."""
     found = found.float().cpu().numpy()
     assert found.shape == expected.shape
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
@@ -45,7 +45,9 @@ def array(value):
 
 
 def as_on_device(cache):
-    """A cache of int8 rows, each with the two bytes of its scale, as the GPU has it (engine/ops/cuda/int8_cache.py)."""
+    """Return a cache of int8 rows, each with the two bytes of its scale, in the layout of the GPU
+    (engine/ops/cuda/int8_cache.py).
+    """
     num_blocks = len(cache)
     scales = np.ascontiguousarray(cache[..., -2:]).view(np.int16)[..., 0]  # [blocks, 2, heads, positions]
     parts = cache[..., :-2], np.stack((scales[:, 0], scales[:, 1]), axis=-1)
@@ -64,7 +66,7 @@ def as_in_catalogue(cache):
 
 
 class Ops:
-    """In-place inputs are updated in place, as the reference does it."""
+    """Ops of a device that take and return arrays. In-place inputs are updated in place, as in the reference."""
 
     def __init__(self, device, ops=cuda):
         self._device, self._ops = device, ops

@@ -1,4 +1,4 @@
-"""What the tests of the GPU share. They need one, or TRITON_INTERPRET=1, which runs the kernels on the CPU, slowly."""
+"""Fixtures of the GPU tests, which need a GPU or TRITON_INTERPRET=1. The latter runs the kernels on the CPU, slowly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def two_devices(device) -> torch.device:
-    """For ranks; with the interpreter the CPU is the device of both."""
+    """Return the device type of tests with ranks. With the interpreter the CPU is the device of both."""
     import torch
 
     if device.type == "cuda" and torch.cuda.device_count() < 2:
@@ -44,7 +44,7 @@ def two_devices(device) -> torch.device:
 
 @pytest.fixture(params=[2, 4])
 def num_ranks(two_devices, request) -> int:
-    """As many as there are devices for."""
+    """Return the number of ranks; it is limited by the number of devices."""
     import torch
 
     if two_devices.type == "cuda" and torch.cuda.device_count() < request.param:
@@ -54,8 +54,9 @@ def num_ranks(two_devices, request) -> int:
 
 @pytest.fixture(scope="session")
 def exported():
-    """The exported golden model of a family, or a small one that is quantized as others do it. Kept in build/golden,
-    which can be taken to where Paddle is not."""
+    """Return a function that makes the exported golden model of a family, or a small one that is quantized in a foreign
+    format. Models are kept in build/golden, which can be copied to a machine without Paddle.
+    """
 
     def make(family: str, dtype: str = "float32", **options: object) -> Path:
         name = "-".join([family, dtype, *(f"{key}={value}" for key, value in options.items())])
@@ -78,8 +79,9 @@ def exported():
 
 @pytest.fixture(scope="session")
 def adapted(exported):
-    """The graph of a small model, two adapters, and the graphs of checkpoints with each of them merged in. Kept in
-    build/golden, which can be taken to where Paddle is not."""
+    """Return the graph of a small model, two adapters, and the graphs of checkpoints with each of them merged in. They
+    are kept in build/golden, which can be copied to a machine without Paddle.
+    """
     graph_dir, folder, checkpoint = exported("qwen2"), ROOT / "build/golden/adapters", ROOT / "build/golden/qwen2"
     graphs, adapters = [graph_dir], []
     for seed, given in ((1, {"rank": 5}), (2, {"rank": 16, "target_modules": ["v_proj", "down_proj"]})):

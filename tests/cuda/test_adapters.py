@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # the in
 
 @pytest.mark.parametrize("num_rows", [1, 3, 50])
 def test_each_row_gains_what_its_adapter_says(device, num_rows):
-    """Of three parts that are stacked, two of them of no multiple of anything; some rows have none."""
+    """Three parts are stacked, two of which have odd sizes, and some rows have no adapter."""
     rng = np.random.default_rng(num_rows)
     sizes, width, num_slots, rank = [150, 7, 30], 1100, 4, 5
     layer = Layer.empty(sizes, width, (num_slots, rank), torch.zeros(1, device=device))
@@ -33,7 +33,7 @@ def test_each_row_gains_what_its_adapter_says(device, num_rows):
     x, y = (rng.standard_normal((num_rows, size)).astype(np.float32) for size in (width, sum(sizes)))
     slots = rng.integers(-1, num_slots, num_rows)
     slots[0] = 2
-    groups = groups_of(slots, num_rows + 7, num_slots)  # as if the step was filled up with rows that are nobody's
+    groups = groups_of(slots, num_rows + 7, num_slots)  # as if the step was filled up with padding rows
     found = tensor(y, device)
     add_adapters(found, tensor(x, device), layer, tensor(groups, device))
     for row, slot in enumerate(slots):
@@ -66,7 +66,9 @@ def of_definition(graph_dir, prompts):
 
 
 def test_the_tokens_are_those_of_merged_checkpoints_whoever_is_beside_them(adapted, device):
-    """Requests with one adapter, with the other and with none in the same steps; then others in the same slots."""
+    """Requests with one adapter, with the other and with none are in the same steps; then others are in the same
+    slots.
+    """
     graphs, adapters = adapted
     prompts = [prompt for prompt, _ in golden("qwen2", [7, 65]).values()]
     wanted = [of_definition(graph_dir, prompts) for graph_dir in graphs]

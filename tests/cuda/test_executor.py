@@ -34,7 +34,7 @@ def a_loop(graph_dir, device, **settings):
 
 
 def generate(loop, prompts, **sampling):
-    """The answers' tokens."""
+    """Return the tokens of the answers."""
     fields = {"max_new_tokens": 64, "temperature": 0, **sampling}
     requests = [Request(str(n), list(prompt), len(prompt), Sampling(**fields)) for n, prompt in enumerate(prompts)]
     for request in requests:
@@ -47,7 +47,7 @@ def generate(loop, prompts, **sampling):
 @pytest.mark.parametrize("use_cudagraph", [True] if IS_INTERPRETED else [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_are_those_of_transformers(exported, device, family, use_cudagraph):
-    """All prompts together: longer ones in chunks beside the decodes of others."""
+    """All prompts run at once: longer ones in chunks next to the decodes of others."""
     lengths, count = ([7, 130], 4) if IS_INTERPRETED else ([1, 7, 63, 64, 65, 130, 200], 64)
     loop = a_loop(exported(family), device, use_cudagraph=use_cudagraph)
     cases = golden(family, lengths)
@@ -185,7 +185,7 @@ def test_float16_is_nearer_by_the_three_bits_that_it_has_more(exported, device, 
 
 
 def error_of(graph_dir, device, family):
-    """Of the five likeliest tokens."""
+    """Return the error of the five likeliest tokens."""
     with np.load(ROOT / f"tests/golden/{family}.npz") as arrays:
         cases = [(arrays[f"prompt_{n}"].tolist(), arrays[f"logits_{n}"][-1]) for n in (1, 7, 63, 64, 65, 130, 200)]
     loop = a_loop(graph_dir, device)

@@ -32,7 +32,7 @@ GELU, CLAMPED = {**SILU, "activation": 1}, {"activation": 0, "limit": 0.5, "alph
 @pytest.mark.parametrize("ops", [cuda, invariant], ids=["usual", "invariant"])
 @pytest.mark.parametrize("case", ROUTES)
 def test_routes_are_those_of_the_definition(device, case, ops):
-    """With negative biases of the choice, equal experts, and tokens without a finite logit."""
+    """Cases have negative selection biases, equal experts, and tokens without a finite logit."""
     rng = np.random.default_rng(0)
     attributes = {**ROUTE, **ROUTES[case]}
     for num_rows, width in ((1, 40), (21, 100)):
@@ -65,7 +65,7 @@ def test_slots_are_sorted_by_expert(device, count):
 
 
 def stacked(kind, rng, num_experts, columns, width):
-    """As the catalogue has it."""
+    """Return a random expert stack in the layout of the catalogue."""
     matrix = floats(rng, num_experts * columns, width) / np.sqrt(width, dtype=np.float32)
     if kind == "int4":
         codes, scale = to_int4(matrix)

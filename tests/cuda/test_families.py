@@ -43,7 +43,7 @@ def run(loop: EngineLoop, requests: list[Request]) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module", params=ON_GPUS)
 def case(request, exported, device):
-    """Its golden answers, and an executor."""
+    """Return the golden answers of a family, and an executor."""
     family = request.param
     executor = CudaExecutor(exported(family, block_size=16), SETTINGS, device.type)
     yield golden(family), lens(family), executor
@@ -57,7 +57,9 @@ def requests_of(known: dict[str, np.ndarray], lengths: list[int], count: int, **
 
 @pytest.mark.parametrize(("num_blocks", "method"), [(LARGE, "none"), (LARGE, "ngram"), (SMALL, "none")])
 def test_tokens_are_those_of_transformers(case, num_blocks, method):
-    """All prompts at once in chunks of 24 tokens, then again out of the prefix cache; with drafts; preempted."""
+    """All prompts run at once in chunks of 24 tokens, then again from the prefix cache, with drafts, and with
+    preemption.
+    """
     known, lengths, executor = case
     if IS_INTERPRETED and (num_blocks, method) != (LARGE, "none"):
         pytest.skip("takes minutes with the interpreter")
@@ -76,7 +78,7 @@ def test_tokens_are_those_of_transformers(case, num_blocks, method):
 
 
 def test_log_probabilities_are_those_of_transformers(case):
-    """Those of the first token behind each prompt, and of the prompt itself."""
+    """They are compared for the first token behind each prompt, and for the prompt itself."""
     known, lengths, executor = case
     num_groups = len(executor.cache_groups)
     executor.allocate(LARGE * num_groups)

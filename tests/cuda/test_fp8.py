@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{what} encountered") for what 
 
 
 def stored(rng, columns, width, is_blocked):
-    """As the catalogue has it; numbers below the smallest exponent are among them."""
+    """Return a stored weight as the catalogue defines it, with numbers below the smallest normal one."""
     numbers = rng.integers(0, 256, (columns, width), np.uint8)
     numbers[numbers & 127 == 127] = 0  # those that are none
     groups = -(-width // FP8_BLOCK) if is_blocked else 1
@@ -39,8 +39,9 @@ SIZES = [(0, 34, 70), (1, 35, 2600), (1, 34, 4096), (3, 50, 2048), (16, 20, 300)
 
 @pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
 def test_products_are_those_of_the_definition(device, monkeypatch, is_blocked):
-    """Also with the gate, and of so many rows that the weights are widened for cuBLAS. But for those a scale is of a
-    sum, not of each weight, which is rounded then."""
+    """This includes the gate, and so many rows that the weights are widened for cuBLAS. In the other cases the scale is
+    applied to a sum and not to each weight, which would be rounded then.
+    """
     monkeypatch.setattr(fp8, "MANY", 40)
     rng = np.random.default_rng(0)
     for num_rows, columns, width in SIZES:
@@ -61,7 +62,7 @@ def test_products_are_those_of_the_definition(device, monkeypatch, is_blocked):
 @pytest.mark.parametrize("ops", [a8w8_fp8, invariant], ids=["usual", "invariant"])
 @pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
 def test_products_of_rounded_activations_are_those_of_the_definition(device, ops, is_blocked):
-    """But for those of a few rows, which keep their bits unless BATCH_INVARIANT=1."""
+    """Products of a few rows are not rounded, unless BATCH_INVARIANT=1."""
     rng = np.random.default_rng(0)
     for num_rows, columns, width in [(0, 34, 70), (3, 50, 300), (66, 70, 1500), (70, 34, 70)]:
         x, bias = floats(rng, num_rows, width), floats(rng, columns)
@@ -76,7 +77,7 @@ def test_products_of_rounded_activations_are_those_of_the_definition(device, ops
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
 @pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
 def test_rounded_activations_of_16_bits_are_multiplied_in_every_tile(device, is_blocked):
-    """With the tiles of models. BATCH_INVARIANT=1: the rows of all numbers of rows have the same bits."""
+    """The shapes reach the tiles of real models. With BATCH_INVARIANT=1 a row has the same bits at every batch size."""
     rng = np.random.default_rng(0)
     for columns, width in ((4096, 896), (10240, 1024)):
         arrays = stored(rng, columns, width, is_blocked)
@@ -106,7 +107,7 @@ def test_a_device_that_does_not_know_8_bit_floats_has_bf16_in_their_place(device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
 def test_products_of_16_bits_are_as_good_as_these_are(device, is_blocked, dtype):
-    """Sizes as those of models, so that every kernel runs as it does there."""
+    """The sizes are those of models, so that every kernel runs as it does there."""
     rng = np.random.default_rng(0)
     for columns, width in ((4096, 896), (10240, 1024), (24576, 256)):
         arrays = stored(rng, columns, width, is_blocked)
@@ -134,7 +135,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_zeros(device):
 
 @pytest.mark.parametrize("kind", ["a block", "rows of its own"])
 def test_the_tokens_are_those_of_the_definition(exported, device, kind):
-    """Of a checkpoint that has blocks, and of numbers that are rounded at export."""
+    """The models are a checkpoint with blocks, and one that is rounded at export."""
     graph_dir = (
         ROOT / "build/golden/fp8-graph" if kind == "a block" else exported("qwen2", quant_type="weight_only_fp8")
     )

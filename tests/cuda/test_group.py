@@ -25,7 +25,7 @@ SHAPES = [(1, 64), (3, 4096), (5, 66), (MANY_ROWS, 8), (2, 2 * CAPACITY + 2)]
 
 
 def on_ranks(num_ranks, body, *args):
-    """What body(rank, device, *args) returns on each, in processes of their own."""
+    """Return the results of body(rank, device, *args) on each rank, in processes of their own."""
     context = multiprocessing.get_context("spawn")
     shared_memory_fd, processes, results = os.memfd_create("rendezvous"), [], []
     for rank in range(num_ranks):
@@ -65,7 +65,7 @@ class Failure(NamedTuple):
 
 
 def answers_of(results):
-    """In the order of the ranks; fails with the first that has failed, whatever the others do."""
+    """Return the results in rank order. The first rank that fails fails the test, whatever the others do."""
     answers, deadline = {}, time.monotonic() + PATIENCE_S
     while len(answers) < len(results):
         ready = wait([result for result in results if result not in answers], deadline - time.monotonic())
@@ -78,7 +78,7 @@ def answers_of(results):
 
 
 def of_rank(rank, turn, shape, dtype):
-    """What it brings, on the CPU: the same wherever it is asked for."""
+    """Return the input of a rank on the CPU. It is the same wherever it is computed."""
     numbers = np.random.default_rng([rank, turn, *shape]).standard_normal(shape)
     return torch.from_numpy(numbers).to(torch.float32).to(dtype)
 
@@ -153,7 +153,7 @@ def test_every_rank_has_the_numbers_of_the_first(two_devices):
 
 
 def graphed(rank, device):
-    """The sums of several replays of one graph, of numbers that change, beside sums that are in none."""
+    """Return the sums of several replays of one graph, with changing inputs, next to sums outside of graphs."""
     x, shown = torch.zeros(2, 4096, dtype=torch.bfloat16, device=device), []
     group.all_reduce(x.clone())
     torch.cuda.synchronize()

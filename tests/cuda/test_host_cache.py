@@ -33,7 +33,7 @@ def some_of(rng, count, most):
 
 @pytest.mark.parametrize(("num_staged", "chunk_len"), [(1, 1), (3, 2), (100, 100)])
 def test_blocks_go_out_are_copied_and_come_back_in_this_order(device, monkeypatch, num_staged, chunk_len):
-    """Steps at random, one launched after another. Where several go to one place the last one stays."""
+    """Random steps are launched one after another. If several blocks go to one place, the last one stays."""
     caches = Caches(SPECS, device)
     monkeypatch.setattr(host_cache, "STAGE_BYTES", num_staged * caches.block_bytes)
     monkeypatch.setattr(host_cache, "CHUNK_BYTES", chunk_len * caches.block_bytes)
@@ -69,7 +69,7 @@ def test_blocks_go_out_are_copied_and_come_back_in_this_order(device, monkeypatc
 
 def test_conversations_that_do_not_fit_the_cache_go_on_as_they_would(exported, device):
     """Two take turns in a cache that holds one; against the definitions of the ops in one that holds both."""
-    rng, told = np.random.default_rng(1), {}
+    rng, reported = np.random.default_rng(1), {}
     turns = [rng.integers(0, 300, (2, length)).tolist() for length in (66, 9)]
     config = dataclasses.replace(SETTINGS, swap_space=0.05)
     executors = (CudaExecutor(exported("qwen2"), config, device.type), 2), (ReferenceExecutor(exported("qwen2")), 16)
@@ -80,9 +80,9 @@ def test_conversations_that_do_not_fit_the_cache_go_on_as_they_would(exported, d
             for prompt, said in zip(prompts, turn, strict=True):
                 prompt += said
                 prompt += generate(loop, [prompt], max_new_tokens=2)[0]
-        told[executor] = prompts, loop.stats()["num_cached_tokens"]
+        reported[executor] = prompts, loop.stats()["num_cached_tokens"]
         executor.close()
-    [on_device, defined] = told.values()
+    [on_device, defined] = reported.values()
     assert on_device == defined
     assert on_device[1] == 2 * 64
 

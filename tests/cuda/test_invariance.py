@@ -19,7 +19,9 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def products_are_chains_of_sums(monkeypatch):
-    """The interpreter's are BLAS's, whose order depends on where in a tile a row is, and know no bfloat16."""
+    """Replace products of the interpreter, which are those of BLAS: their order depends on where in a tile a row is,
+    and they have no bfloat16.
+    """
     if not IS_INTERPRETED:
         return
     import triton.language as tl
@@ -44,7 +46,7 @@ def randn(device, dtype, *shape):
 
 
 def test_a_row_of_a_product_is_the_same_bits_among_any_others(device, dtype):
-    """In every tile that there is, for columns and widths that divide nothing."""
+    """Every tile is tested, for columns and widths that it does not divide."""
     sizes = [(150, 70), (136, 70)] if IS_INTERPRETED else [(1500, 70), (4096, 6144), (1032, 14000)]
     for width, columns in sizes:
         x, weight = randn(device, dtype, 600, width), randn(device, dtype, columns, width)
@@ -77,7 +79,7 @@ def test_attention_is_the_same_bits_in_chunks_and_in_any_batch(device, dtype, he
     angles = randn(device, "float32", length, head_dim)
 
     def attend(chunks, num_others=0):
-        """Every other request has the first tokens of the same, in blocks of its own."""
+        """Compute attention where every other request has the first tokens of the same prompt, in blocks of its own."""
         cache = randn(device, dtype, (1 + num_others) * num_blocks, 2, num_kv_heads, 16, head_dim)
         tables = torch.arange(len(cache), dtype=torch.int32, device=device).view(-1, num_blocks)
         found, start = [], 0

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter is too s
 
 @pytest.fixture(scope="module")
 def llm(device):
-    """Sizes its cache by the memory that is free."""
+    """Return an LLM that sizes its cache by the free memory."""
     graph_dir = ROOT / "build/golden/demo"
     if not graph_dir.exists():
         export(ROOT / "demo_model", graph_dir, ExportOptions())

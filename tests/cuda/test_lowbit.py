@@ -23,7 +23,7 @@ OPS = ["linear_int8", "linear_a8w8", "linear_int4", "linear_int4 with zeros", "l
 
 
 def stored(op, matrix, rng):
-    """As the catalogue has it."""
+    """Return a stored weight as the catalogue defines it."""
     if op.startswith("linear_int4"):
         codes, scale = to_int4(matrix, 32 if "of 32" in op else 64)
         zeros = to_bf16(rng.integers(0, 16, scale.shape).astype(np.float32))
@@ -32,7 +32,7 @@ def stored(op, matrix, rng):
 
 
 def packed(op, arrays, device):
-    """As the ops of the GPU take it."""
+    """Return the weight as the ops of the GPU take it."""
     given = [tensor(each, device) for each in arrays]
     return lowbit.PACKED_BY[op](*given)[: len(arrays)]
 
@@ -43,8 +43,9 @@ SIZES = [(0, 34, 70), (1, 35, 2600), (1, 34, 4096), (3, 50, 2048), (16, 20, 300)
 
 @pytest.mark.parametrize("op", OPS)
 def test_products_are_those_of_the_definition(device, monkeypatch, op):
-    """Also with the gate, as logits, and of so many rows that the weights are unpacked for cuBLAS. Beside codes of 8
-    bits numbers of a single row have 13."""
+    """This includes the gate, logits, and so many rows that the weights are unpacked for cuBLAS. Next to 8-bit codes
+    the numbers of a single row have 13 bits.
+    """
     monkeypatch.setattr(lowbit, "MANY", 40)
     rng = np.random.default_rng(0)
     name = op.split()[0]
@@ -64,7 +65,9 @@ def test_products_are_those_of_the_definition(device, monkeypatch, op):
 
 
 def result(op, x, arrays, bias):
-    """Of `x` in bf16, as a GPU multiplies it; for many rows an int4 weight is rounded to that, too."""
+    """Return the product for `x` in bf16, as a GPU computes it. With many rows an int4 weight is rounded to bf16,
+    too.
+    """
     if op == "linear_a8w8":
         return reference.linear_a8w8(x, *arrays, bias)
     if op == "linear_int8":
@@ -79,7 +82,7 @@ def result(op, x, arrays, bias):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", OPS)
 def test_products_of_16_bits_are_as_good_as_these_are(device, op, dtype):
-    """Sizes as those of models, so that every kernel runs as it does there."""
+    """The sizes are those of models, so that every kernel runs as it does there."""
     rng = np.random.default_rng(0)
     name = op.split()[0]
     for columns, width in ((4096, 896), (10240, 1024), (24576, 256)):
@@ -138,7 +141,7 @@ def linear_int8_of_bf16(x, codes, scale, bias=None):
 
 @pytest.mark.parametrize("case", MODELS)
 def test_the_tokens_are_those_of_the_definition(exported, device, case, monkeypatch):
-    """But for the activations beside weights of few bits, which a GPU does not round to 8 bits."""
+    """The exception is activations next to quantized weights, which a GPU does not round to 8 bits."""
     monkeypatch.setattr(reference, "linear_int4", linear_int4_of_bf16)
     monkeypatch.setattr(reference, "linear_int8", linear_int8_of_bf16)
     family, options = MODELS[case]

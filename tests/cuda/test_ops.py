@@ -49,7 +49,7 @@ def test_norms(ops, rng, num_rows, width):
 
 
 def test_a_residual_of_float16_does_not_overflow(device, rng):
-    """Each sum on its way is larger than a float16 can be, and so is the last one."""
+    """Each intermediate sum is larger than a float16 can be, and so is the last one."""
     x = np.full((2, 70), 40000, np.float32)
     residual, weight = tensor(x, device, torch.float16), tensor(floats(rng, 70), device)
     for count in (2, 3):
@@ -206,7 +206,7 @@ def test_paged_attention(ops, batch):
 @pytest.mark.parametrize("dtype", ["f32", "int8"])
 @pytest.mark.parametrize("counts", [[11, 1], [1, 1]], ids=["prefill", "decode"])
 def test_positions_beyond_a_token_are_never_read(ops, counts, dtype):
-    """A block is handed on as it is: whatever an earlier owner left must not reach the answer."""
+    """A block is handed over without being cleared, so data of an earlier owner must not reach the answer."""
     batch = PagedBatch([0, 13], counts, num_heads=6, dtype=dtype, **SMALL)
     clean = np.zeros_like(batch.kv_cache)
     dirty = np.full_like(clean, -1 if dtype == "int8" else np.nan)  # whose bits are a scale that is no number

@@ -52,7 +52,7 @@ def test_found_are_the_last_ones_that_are_long_and_new(ways, contexts, counts, f
     ids=["alone", "behind decodes", "behind a chunk"],
 )
 def test_their_attention_is_that_of_the_definition(device, ways, batch):
-    """What lies in a block behind the last token does not reach it: it is no number here."""
+    """The contents of a block behind the last token, which are NaN here, do not reach the result."""
     is_gpu = device.type == "cuda"
     cache = np.full_like(batch.kv_cache, np.nan)
     for request, context in enumerate(batch.context):
@@ -100,7 +100,7 @@ def test_what_it_cannot_do_goes_the_usual_way(device, ways, batch):
 
 
 def test_the_tokens_stay_those_of_transformers(exported, device, ways):
-    """With prompts that are whole in a step, in chunks, and too short. On a GPU float32 goes the usual way."""
+    """Prompts are whole in a step, in chunks, or too short. On a GPU float32 uses the ordinary kernel."""
     cases = golden("qwen2", [7, 130, 200])
     loop = a_loop(exported("qwen2"), device, max_num_batched_tokens=160, use_cudagraph=False)
     found = generate(loop, [prompt for prompt, _ in cases.values()], max_new_tokens=3)

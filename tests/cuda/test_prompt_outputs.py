@@ -1,4 +1,4 @@
-"""What prompts tell of themselves on the GPU: what transformers says of them, as on the CPU."""
+"""Tests of prompt outputs on the GPU, which must be those of transformers, as on the CPU."""
 
 import dataclasses
 
@@ -15,7 +15,9 @@ from tests.prompt_outputs import READ_LEN, a_request, check_like_transformers, r
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"] if IS_INTERPRETED else FAMILIES)
 def test_scores_and_hidden_states_are_those_of_transformers(exported, device, family):
-    """In chunks that fill no block, beside one another and an answer, and again with a prefix cache that has it all."""
+    """The prompts run in chunks that fill no block, next to one another and an answer, and again with a prefix cache
+    that has all of them.
+    """
     [(prompt, _)] = golden(family, [READ_LEN]).values()
     with np.load(ROOT / "tests/golden/prompt_outputs.npz") as expected_outputs:
         loop = a_loop(exported(family), device, max_num_batched_tokens=29)

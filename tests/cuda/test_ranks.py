@@ -33,7 +33,7 @@ PATIENCE_S = 120
 
 @pytest.fixture(params=[True] if IS_INTERPRETED else [True, False])
 def loop_of(exported, two_devices, monkeypatch, request):
-    """A loop over ranks of a family, which ends with the test; on GPUs with CUDA graphs and without."""
+    """Return a loop over ranks of a family, which ends with the test; on GPUs with CUDA graphs and without."""
     monkeypatch.setattr("engine.executors.memory.with_device", lambda config: config)
     executors = []
 
@@ -57,7 +57,7 @@ def test_the_tokens_of_ranks_are_those_of_transformers(loop_of, family, num_rank
 
 
 def test_sampled_answers_are_those_of_one_rank_while_steps_overlap(loop_of, exported):
-    """A token that the first rank chose must reach the others' next step before any host knows it."""
+    """A token that the first rank sampled must reach the next step of the others before any host has it."""
     count = 4 if IS_INTERPRETED else 30
     requests = [request for request in requests_with(MIXED, count) if not request.needs_output_tokens]
     tokens, _ = answers_of(loop_of("qwen2"), requests)
@@ -68,7 +68,7 @@ def test_sampled_answers_are_those_of_one_rank_while_steps_overlap(loop_of, expo
 
 
 def test_the_logits_of_a_share_are_made_in_float32(exported, device, monkeypatch):
-    """As those of one rank, whose linear is the last op of the graph: here the shares are put together behind it."""
+    """One rank computes them with the last op of the graph; here the shares are gathered behind it."""
     seen, logits = [], cuda.logits
     monkeypatch.setattr(cuda, "logits", lambda x, weight, *bias: seen.append(len(weight)) or logits(x, weight, *bias))
     executor = CudaExecutor(exported("qwen2", num_ranks=2), SETTINGS, device.type)
@@ -78,7 +78,7 @@ def test_the_logits_of_a_share_are_made_in_float32(exported, device, monkeypatch
 
 
 def test_ranks_have_their_shares_of_an_adapter(loop_of, adapted):
-    """One for every matrix, and a request without any beside it."""
+    """One request has an adapter for every matrix, another one none."""
     graphs, adapters = adapted
     [(prompt, _)] = golden("qwen2", [7]).values()
     loop = loop_of("qwen2", lora_dir="/adapters", max_loras=1)
@@ -135,13 +135,13 @@ def test_a_first_rank_that_fails_says_why_and_ends_the_others_in_the_middle_of_a
 
 
 def ranks_of(pid):
-    """Processes of the other ranks."""
+    """Return the processes of the other ranks."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in children if b"rank_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def a_group(graph_dir):
-    """The command of a process that starts two ranks, says so, and computes without end."""
+    """Return the command of a process that starts two ranks, reports it, and computes without end."""
     code = f"""
 import dataclasses
 from pathlib import Path

@@ -59,8 +59,9 @@ def requests(model):
 
 @pytest.mark.parametrize("kind", ["mrope"] if IS_INTERPRETED else ROPES)
 def test_spans_answer_as_ordinary_tokens(model, requests, device, kind):
-    """In one chunk, in chunks of 24 tokens across the borders of spans, again out of the prefix cache, preempted, and
-    with blocks that come back from the host's memory."""
+    """The prompts run in one chunk, in chunks of 24 tokens across the borders of spans, again from the prefix cache,
+    with preemption, and with blocks that come back from the host's memory.
+    """
     executor = CudaExecutor(model("text"), SETTINGS, device.type)
     expected = answers_of(a_loop(executor, SETTINGS), requests[0])
     executor.close()
@@ -95,7 +96,7 @@ def test_spans_of_ranks_answer_as_ordinary_tokens(model, requests, two_devices, 
 
 
 def test_images_have_positions_in_rows_and_columns(model, device):
-    """Chunks that end in an image, and decoding behind it from captured graphs."""
+    """Chunks end in an image, and decoding behind it uses captured graphs."""
     sampling = Sampling(4 if IS_INTERPRETED else 20, temperature=0, num_logprobs=0)
     request = Request("0", PROMPT_WITH_IMAGES, len(PROMPT_WITH_IMAGES), sampling, spans=IMAGES)
     answers = []

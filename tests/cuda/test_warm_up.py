@@ -1,4 +1,4 @@
-"""After the warm-up no request waits for a kernel to be compiled."""
+"""Tests that no request waits for a kernel to be compiled after the warm-up."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def engines(tmp_path, exported, request):
 
 @pytest.fixture(scope="module")
 def expected(exported):
-    """The answers of one process to PROMPTS."""
+    """Return the answers of one process to PROMPTS."""
     config = Config(block_bs=8)
     executor = make_executor(exported("qwen2", block_size=16), config)
     executor.allocate(400)

@@ -43,7 +43,7 @@ def tokens_of(answers):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_choose_the_tokens_of_one_and_company_changes_no_bit(exported, num_ranks):
+def test_ranks_sample_the_tokens_of_one_and_are_batch_invariant(exported, num_ranks):
     requests = random_requests(seed=2)[:8]
     one = answers_of(exported("qwen2", block_size=BLOCK_SIZE), requests)
     graph_dir = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=num_ranks)
@@ -55,8 +55,9 @@ def test_ranks_choose_the_tokens_of_one_and_company_changes_no_bit(exported, num
 
 @pytest.mark.parametrize(("family", "num_ranks"), [("llama3", 2), ("qwen2_untied", 4)])
 def test_ranks_have_their_shares_of_adapters(exported, checkpoint, tmp_path, family, num_ranks):
-    """Heads that several ranks hold, matrices that they cannot share evenly; and an adapter that one cannot load is
-    none for any of them."""
+    """The cases have heads that several ranks hold, and matrices that cannot be shared evenly. An adapter that one rank
+    cannot load is loaded by none of them.
+    """
     adapters = [(), *(identified(make_adapter(tmp_path / f"{n}", checkpoint(family), n)) for n in (1, 2))]
     requests = [(prompt, replace(sampling, temperature=0.0)) for prompt, sampling in random_requests(seed=2)[:6]]
     mixed = [(prompt, replace(each, adapter=adapters[at % 3])) for at, (prompt, each) in enumerate(requests)]
@@ -77,19 +78,19 @@ def test_ranks_have_their_shares_of_adapters(exported, checkpoint, tmp_path, fam
 
 def test_ranks_tell_of_prompts_and_search_as_one_does(exported):
     prompt = [7 * n % 300 for n in range(40)]
-    told = []
+    results = []
     for num_ranks in (1, 2):
         config = Config(batch_size=8, mp_num=num_ranks, cpu_threads=1, max_num_batched_tokens=17)
         executor = make_executor(exported("qwen2", block_size=BLOCK_SIZE, num_ranks=num_ranks), config)
         executor.allocate(64)
-        told.append(run_loop(EngineLoop(executor, 64, config), a_search("s", prompt, 3), *requests_of(prompt)))
+        results.append(run_loop(EngineLoop(executor, 64, config), a_search("s", prompt, 3), *requests_of(prompt)))
         executor.close()
-    (one, one_told, _), (two, two_told, _) = told
+    (one, first_outputs, _), (two, second_outputs, _) = results
     assert one == two
     for name in ("scores", "last", "mean"):
-        first, second = one_told[name], two_told[name]
+        first, second = first_outputs[name], second_outputs[name]
         np.testing.assert_allclose(hidden_of(first), hidden_of(second), atol=1e-4)
-        scores = [[each.chosen for each in told.prompt_logprobs] for told in (first, second)]
+        scores = [[each.chosen for each in results.prompt_logprobs] for results in (first, second)]
         np.testing.assert_allclose(*scores, atol=1e-4)
 
 
@@ -104,7 +105,7 @@ def test_a_rank_that_cannot_start_ends_the_group_and_says_which(exported, tmp_pa
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_rank_that_dies_takes_its_group_with_it(exported, number):
-    """In the middle of a step or idle: the process of the first rank ends, and with it the others."""
+    """A rank dies in the middle of a step or idle. The process of the first rank ends, and with it all others."""
     graph_dir = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=4)
     first = subprocess.Popen(a_group(graph_dir, 4), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -121,7 +122,7 @@ def test_a_rank_that_dies_takes_its_group_with_it(exported, number):
 
 @pytest.mark.parametrize("is_running", [True, False])
 def test_in_somebody_elses_process_a_rank_that_dies_is_an_exception(exported, is_running):
-    """In the middle of a step or idle; the other ranks end, and a new group can be started."""
+    """A rank dies in the middle of a step or idle. The other ranks end, and a new group can be started."""
     graph_dir, requests = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=4), random_requests(seed=2)[:8]
     config = Config(max_dec_len=64, batch_size=NUM_REQUESTS, mp_num=4, cpu_threads=1)
     before = children_of(os.getpid())
@@ -158,7 +159,7 @@ def test_ranks_die_with_the_first_however_it_ends(exported):
 
 
 def test_a_process_leads_one_group_at_a_time(exported, capfd):
-    """A model without other ranks may live beside it."""
+    """A model without other ranks may run in the same process."""
     graph_dir = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=2)
     config = Config(mp_num=2, cpu_threads=1, batch_size=8, max_num_batched_tokens=17)
     requests = random_requests(seed=2)[:8]
@@ -173,7 +174,7 @@ def test_a_process_leads_one_group_at_a_time(exported, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_group_that_could_not_be_made_is_in_nobodys_way(exported, tmp_path, capfd):
+def test_a_group_that_could_not_be_made_does_not_block_the_next_one(exported, tmp_path, capfd):
     """Whichever rank has failed: the others end without a word, and the next group can be made."""
     graph_dir = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=2)
     requests = random_requests(seed=2)[:2]
@@ -187,7 +188,7 @@ def test_a_group_that_could_not_be_made_is_in_nobodys_way(exported, tmp_path, ca
 
 
 def a_group(graph_dir, num_ranks):
-    """The command of a process that starts the ranks, says so, and waits."""
+    """Return the command of a process that starts the ranks, reports it and waits."""
     code = f"""
 import logging, time
 from pathlib import Path

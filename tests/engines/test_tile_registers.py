@@ -19,7 +19,7 @@ OTHERS = ("executors/test_cpu_program", "executors/test_batch_invariance")
 
 @pytest.fixture(scope="module")
 def soft_tiles(tmp_path_factory) -> Path:
-    """A folder for ENGINE_BUILD_DIR: the ops of this build with two files made anew."""
+    """Return a folder for ENGINE_BUILD_DIR: the ops of this build, with two files compiled anew."""
     folder = tmp_path_factory.mktemp("soft-tiles")
     into = Path(shutil.copytree(build.library(all_isas=True).parent, folder / f"ops-{build.build_key()}"))
     objects = build.sources(into)

@@ -110,7 +110,7 @@ TOOLS = [
 
 
 def make_chat_cases() -> list[dict[str, Any]]:
-    """Each with the rendered text as `expected`, or the template's own complaint as `error`."""
+    """Return the cases, each with the rendered text as `expected`, or the error of the template as `error`."""
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json")

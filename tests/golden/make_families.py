@@ -65,7 +65,7 @@ def make_family(family: str, directory: Path, seed: int) -> tuple[dict[str, np.n
 
 
 def main() -> None:
-    """Without a seed in SEEDS the best of five is chosen and printed."""
+    """Make the goldens. Without a seed in SEEDS, choose the best of five and print it."""
     transformers.logging.set_verbosity_error()
     FOLDER.mkdir(exist_ok=True)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:

@@ -70,7 +70,7 @@ ROPES = [  # config.json keys beside those all have
 
 
 def greedy(model: torch.nn.Module, prompt: list[int]) -> tuple[np.ndarray, list[int], float]:
-    """Logits of the prompt's last positions, the tokens that follow, the closest call among them."""
+    """Return the logits of the prompt's last positions, the tokens that follow, and the smallest margin among them."""
     out = model(torch.tensor([prompt]), use_cache=True)
     logits, tokens, gap = out.logits[0, -NUM_LOGIT_ROWS:].numpy(), [], float("inf")
     for _ in range(NUM_TOKENS):
@@ -123,7 +123,7 @@ def make_prompt_outputs(family: str, directory: Path) -> dict[str, np.ndarray]:
 
 
 def weights_checksum(directory: Path) -> int:
-    """Tells a test whose random numbers differ from a test whose network does."""
+    """Return a checksum by which a test can tell different random weights from a different network."""
     return zlib.crc32((directory / "model.safetensors").read_bytes())
 
 

@@ -80,8 +80,8 @@ def _over_http(server: RunningServer, case: Case) -> str:
         connection.request(case.method, case.path, case.payload, headers)
         response = connection.getresponse()
         named = sorted((name.lower(), value) for name, value in response.getheaders())
-        told = [each for each in named if each[0] not in LEFT_OUT and not each[0].startswith("access-control")]
-        lines = [f"{name}: {value}" for name, value in told]
+        kept = [each for each in named if each[0] not in LEFT_OUT and not each[0].startswith("access-control")]
+        lines = [f"{name}: {value}" for name, value in kept]
         return "\n".join([str(response.status), *lines, "", response.read().decode()])
 
 

@@ -40,7 +40,7 @@ exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "$cwd" "$@"
 
 @dataclass
 class Image:
-    """What the instructions of a Dockerfile have come to."""
+    """State of an image after some instructions of a Dockerfile."""
 
     root: str
     env: dict[str, str] = field(

@@ -1,4 +1,6 @@
-"""What the steps of Dockerfile.cpu have made works as a container does: `make image-steps` makes it and runs these."""
+"""Tests of the result of Dockerfile.cpu's steps, which must work like a container: `make image-steps` builds it and
+runs these.
+"""
 
 import contextlib
 import hashlib
@@ -39,7 +41,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def mirror(tmp_path_factory):
-    """The URL of a mirror that has the bundled model, exported."""
+    """Return the URL of a mirror that has the bundled model, exported."""
     folder = tmp_path_factory.mktemp("mirror")
     model = folder / DEFAULT_TAG / NAME / "model"
     export(ROOT / "demo_model", model, ExportOptions(), lambda step: None)
@@ -78,19 +80,19 @@ class Container:
         raise AssertionError("".join(said))
 
     def execute(self, *command):
-        """As `docker exec`."""
+        """Run a command in the container, like `docker exec`."""
         enter = ["nsenter", "--target", str(self.first_pid), "--mount", "--pid", "--root", "--wd", *command]
         return subprocess.run(enter, env=self.env, capture_output=True, text=True)
 
     def end(self):
-        """Its exit status, after all that it wrote."""
+        """Return the exit status, after reading all that was written."""
         self.process.communicate()
         return self.process.returncode
 
 
 @pytest.fixture
 def container(image, tmp_path):
-    """Starts a command in the image; a container that a test leaves running is killed."""
+    """Return a function that starts a command in the image. A container that a test leaves running is killed."""
     models = tmp_path / "models"
     models.mkdir()
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What tests without Triton share."""
+"""Fixtures of the tests without Triton."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.checkpoints import make_checkpoint
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    """Of bytes and a few pairs of letters."""
+    """Return a tokenizer of bytes and a few pairs of letters."""
     directory = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(directory)
     return Tokenizer.load(directory)
@@ -19,13 +19,13 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture
 def a_checkpoint(tmp_path) -> Path:
-    """A checkpoint that a test may damage."""
+    """Return a checkpoint that a test may damage."""
     return make_checkpoint(tmp_path / "checkpoint", "qwen2", seed=0)
 
 
 @pytest.fixture
 def no_paddle(monkeypatch) -> list[str]:
-    """Replaces the slow half of the export. Collects the directories it was asked to fill."""
+    """Replace the slow half of the export. Return the directories that it was asked to fill."""
     saved = []
 
     def save_graph(directory, network, graph, checkpoint, progress):

@@ -24,7 +24,7 @@ POISON = 666
 
 
 class SlowExecutor(CountingExecutor):
-    """So slow that a test can do something between two steps; after `max_steps` it hangs."""
+    """Executor that is slow enough for a test to act between two steps. After `max_steps` it hangs."""
 
     def __init__(self, num_blocks, block_size, step_s, max_steps=math.inf):
         super().__init__(num_blocks, block_size)

@@ -27,11 +27,11 @@ class Collector:
 
     def __init__(self):
         self.token_ids, self.logprobs, self.ends = [], [], []  # ends: a finish reason or an error
-        self.prompts = []  # what was told of them
+        self.prompts = []  # prompt outputs that have arrived
         self.is_over = threading.Event()
 
-    def prompt_outputs(self, told):
-        self.prompts.append(told)
+    def prompt_outputs(self, outputs):
+        self.prompts.append(outputs)
 
     def tokens(self, token_ids, logprobs, finish_reason):
         self.token_ids += token_ids
@@ -47,7 +47,7 @@ class Collector:
         self.is_over.set()
 
     def wait(self):
-        """How it ended."""
+        """Wait for the end of the request and return how it ended."""
         assert self.is_over.wait(PATIENCE_S), "the request has not ended"
         [how] = self.ends
         return how
@@ -92,7 +92,7 @@ def submit(client, prompt, max_new_tokens=8, request_id=None, **sampling):
 
 
 def is_empty(client):
-    """By what the engine says, soon: its first answers may be to questions of before."""
+    """Wait until the engine reports no requests. Its first reports may answer earlier questions."""
     before = client.stats
     wait_until(lambda: client.stats is not before)
     wait_until(lambda: not any(client.stats[name] for name in ("num_running", "num_waiting", "num_blocks_held")))
@@ -100,13 +100,13 @@ def is_empty(client):
 
 
 def a_free_address():
-    """Without a file, so that nothing of it stays."""
+    """Return an address without a file, so that nothing of it remains."""
     return f"ipc://@llm-server-test-{uuid.uuid4()}"
 
 
 @contextmanager
 def an_engine_process(address, step_s=0.0, max_steps=math.inf):
-    """Hangs after `max_steps`, until it is killed."""
+    """Run an engine process. It hangs after `max_steps`, until it is killed."""
     command = [sys.executable, "-m", "tests.pure.counting_engine", address, str(step_s), str(max_steps)]
     engine = subprocess.Popen(command, cwd=ROOT)
     try:

@@ -1,4 +1,4 @@
-"""A child of the fake server: notes its start and its end in FOLDER/notes, and does what it is told in between."""
+"""A child of the fake server: notes its start and its end in FOLDER/notes, and follows its instructions in between."""
 
 import os
 import signal

@@ -92,13 +92,13 @@ class FakeServer:
         return path.read_text().splitlines() if path.exists() else []
 
     def noted_pid(self, name: str) -> int:
-        """Of the last process that the child of this name has made itself."""
+        """Return the pid of the last process that the child of this name started itself."""
         [*_, last] = [line for line in self.notes if line.startswith(f"{name} helper ")]
         return int(last.split()[-1])
 
     @property
     def num_asked(self) -> int:
-        """How often the model was."""
+        """Return how often the model was asked."""
         path = self.folder / "asked"
         return path.stat().st_size if path.exists() else 0
 
@@ -107,7 +107,9 @@ class FakeServer:
         return (self.folder / "supervisor.log").read_text()
 
     def pid_now(self, name: str) -> int | None:
-        """None while it does not run: a child may run a moment before its pid is in the state file."""
+        """Return the pid, or None while it does not run: a child may run a moment before its pid is in the state
+        file.
+        """
         state = self.state
         return next((p.pid for p in state.processes if p.name == name), None) if state else None
 
@@ -127,7 +129,7 @@ class FakeServer:
         return wait_until(condition, lambda: self.log)
 
     def wait_until_ready(self) -> None:
-        """And until all that should run have begun to."""
+        """Wait until the server is ready and all its processes have started."""
         self.wait_until(lambda: self.state is not None and self.state.phase == "ready")
         self.wait_until(lambda: {f"{name} started" for name in self.names} <= set(self.notes))
         self.wait_until(lambda: all(self.pid_now(name) for name in self.names))
@@ -140,13 +142,15 @@ class FakeServer:
 
 
 def a_run_dir(folder: Path) -> RunDir:
-    """With a folder in place of /dev/shm, where a test that is killed would leave something behind."""
+    """Create a run directory, with a folder in place of /dev/shm, where a test that is killed would leave something
+    behind.
+    """
     (folder / "shm").mkdir(exist_ok=True)
     return RunDir(folder / "run", folder / "shm")
 
 
 def kill_supervisor(server: FakeServer) -> None:
-    """And no other process."""
+    """Kill the supervisor and no other process."""
     server.process.kill()
     server.process.wait()
 

@@ -1,4 +1,6 @@
-"""What model.py and the metrics use of Triton's `triton_python_backend_utils`, with the traps of the real one."""
+"""Replacement of the parts of Triton's `triton_python_backend_utils` that model.py and the metrics use, with the traps
+of the real one.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class ResponseSender:
 
 
 class Request:
-    """With one input; its memory is Triton's again when `execute` has returned."""
+    """Request with one input. Its memory belongs to Triton again when `execute` has returned."""
 
     def __init__(self, payload):
         self.memory = bytearray(payload)

@@ -66,7 +66,7 @@ class FakeBackend:
     def __init__(self, *script: Any, finish_reason="stop", stop_reason=None, state: Any = None):
         self.script = script
         self.scripts: list[tuple[Any, ...]] = []  # of the first requests, when they differ
-        self.told: dict[str, list[str]] = {}  # of each request, by its req_id
+        self.sent_texts: dict[str, list[str]] = {}  # of each request, by its req_id
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
         self.state = ModelState(ready=True, model_len=8192) if state is None else state
@@ -91,8 +91,8 @@ class FakeBackend:
         self._go = self._go or asyncio.Event()
         # One that is asked again goes on where its client was.
         count = body.get("resume_from") or 0
-        texts = self.told.get(body["req_id"], [])[: count[0] if isinstance(count, list) else count]
-        self.told[body["req_id"]] = texts
+        texts = self.sent_texts.get(body["req_id"], [])[: count[0] if isinstance(count, list) else count]
+        self.sent_texts[body["req_id"]] = texts
         n = body.get("n", 1)
         try:
             for item in self.scripts.pop(0) if self.scripts else self.script:
@@ -105,12 +105,12 @@ class FakeBackend:
                     if self.is_closed:
                         raise EngineUnavailable("the gateway is stopping")
                 else:
-                    gained = self.gained(body, texts, item)
+                    delta_fields = self.delta_fields(body, texts, item)
                     for index in range(n):
-                        yield Delta(**gained, index=index)
+                        yield Delta(**delta_fields, index=index)
             for index in range(n):
                 is_end = index == n - 1
-                yield Final(**self.gained(body, texts, ""), **self._end(body, texts), index=index, is_end=is_end)
+                yield Final(**self.delta_fields(body, texts, ""), **self._end(body, texts), index=index, is_end=is_end)
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.release()
             raise
@@ -121,7 +121,7 @@ class FakeBackend:
         except asyncio.TimeoutError:
             raise TimedOut(f"the model sent no response for {timeout_s:g} s, the request is cancelled") from None
 
-    def gained(self, body: dict[str, Any], texts: list[str], text: str) -> dict[str, Any]:
+    def delta_fields(self, body: dict[str, Any], texts: list[str], text: str) -> dict[str, Any]:
         fields = {
             "req_id": body["req_id"],
             "token_ids": [len(texts)] if text else [],
@@ -152,7 +152,7 @@ class FakeBackend:
         return Aborted(req_id, True)
 
     async def about_tokens(self, question: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
-        """Of a text, its code points are its tokens."""
+        """Answer questions about a text whose tokens are its code points."""
         self.bodies.append(json.loads(json.dumps(question)))
         if TOKENIZE in question:
             text = check_fields(question[TOKENIZE], TOKENIZE_FIELDS).get("prompt", "")
@@ -168,7 +168,7 @@ class FakeBackend:
         return LoraList(["one"])
 
     async def stored_response(self, body: dict[str, Any]) -> StoredResponse:
-        """The next of `stored`, else there is none."""
+        """Return the next of `stored`, or raise that there is none."""
         self.bodies.append(json.loads(json.dumps(body)))
         if not self.stored:
             raise UnknownAnswer("there is no such response")
@@ -224,7 +224,7 @@ class Gateway:
         return status, json.loads(payload)
 
     def stream(self, path: str, body: Any) -> list[bytes]:
-        """The chunks of an answer as they were written."""
+        """Return the chunks of an answer as they were written."""
         with contextlib.closing(self.connect()) as connection:
             connection.request("POST", path, json.dumps(body))
             response = connection.getresponse()
@@ -238,7 +238,7 @@ def chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def events(stream: list[bytes]) -> list[Any]:
-    """The objects of a stream of server-sent events; its [DONE] stays a text."""
+    """Return the objects of a stream of server-sent events. Its [DONE] stays a text."""
     lines = b"".join(stream).decode().split("\n\n")
     assert lines.pop() == ""
     assert all(line.startswith("data: ") for line in lines)
@@ -247,7 +247,7 @@ def events(stream: list[bytes]) -> list[Any]:
 
 @contextlib.contextmanager
 def openai_client(gateway: Gateway, base: str = "/v1") -> Iterator[openai.Client]:
-    """The unmodified one; it repeats nothing, so that a test sees the first answer."""
+    """Return OpenAI's unmodified client without retries, so that a test sees the first answer."""
     url, key = gateway.url + base, "EMPTY_API_KEY"
     with openai.Client(base_url=url, api_key=key, max_retries=0, timeout=PATIENCE_S) as client:
         yield client

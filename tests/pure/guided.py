@@ -1,4 +1,4 @@
-"""Answers of a given form from a model of random opinions."""
+"""Structured output from a model with random logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOP_IDS = (EOS_ID, EOS_ID - 2)
 
 
 def load_tokenizer():
-    """The one of the fixture `tokenizer`, in another process."""
+    """Return the tokenizer of the fixture `tokenizer`, in another process."""
     with tempfile.TemporaryDirectory() as directory:
         write_tokenizer(Path(directory))
         return Tokenizer.load(Path(directory))
@@ -32,12 +32,12 @@ def load_tokenizer():
 
 @lru_cache
 def shared_grammars():
-    """Those of all tests that do not look at them: to start their processes takes most of a second."""
+    """Return the grammar workers that tests share, because starting their processes takes most of a second."""
     return GrammarPool(load_tokenizer, VOCAB_SIZE)
 
 
 def begun(grammars, request):
-    """What `begin` comes to."""
+    """Return the result of `begin`."""
     future = grammars.begin(request)
     while not future.done():
         grammars.poll(1)
@@ -45,16 +45,18 @@ def begun(grammars, request):
 
 
 def a_request(name, field, value, token_ids=(), **sampling):
-    """One more answer for each of `forks`."""
+    """Return a request with one more answer for each of `forks`."""
     num_forks = sampling.pop("forks", 0)
     options = {"any_whitespace": sampling.pop("any_whitespace", True), "reasoning": sampling.pop("reasoning", None)}
-    form = (field, write_grammar(STRUCTURED_OUTPUT_FIELDS[field](field, value), **options)) if field else ()
+    structured_output = (
+        (field, write_grammar(STRUCTURED_OUTPUT_FIELDS[field](field, value), **options)) if field else ()
+    )
     seed = sampling.pop("seed", 0)
     given = {
         "max_new_tokens": 900,
         "temperature": 1.0,
         "stop_token_ids": STOP_IDS,
-        "structured_output": form,
+        "structured_output": structured_output,
         **sampling,
     }
     requests = [
@@ -84,7 +86,7 @@ class Guided:
                 self.ends[request.request_id], self.errors[request.request_id] = finish_reason, error
 
     def run(self, *requests):
-        """The text of the last."""
+        """Run the requests and return the text of the last one."""
         for request in requests:
             self.loop.add(request)
         while not self.loop.is_idle:

@@ -82,7 +82,7 @@ def said(text):
 
 
 def text_of(response):
-    """What the client of the gateway sees of it."""
+    """Return the text of a response that a client of the gateway sees."""
     [fields] = json.loads(response.infer_response.raw_output_contents[0][LENGTH_BYTES:])
     return fields["token"]
 
@@ -127,6 +127,6 @@ async def answers(responses):
     async for response in responses:
         payload = b"".join(response.infer_response.raw_output_contents)[LENGTH_BYTES:]
         fields = json.loads(payload) if payload else ""
-        told = fields[0]["token"] if isinstance(fields, list) else fields
-        found.append((response.infer_response.id, told, response.error_message))
+        reported = fields[0]["token"] if isinstance(fields, list) else fields
+        found.append((response.infer_response.id, reported, response.error_message))
     return found

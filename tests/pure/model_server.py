@@ -1,6 +1,6 @@
 """A local server that speaks both protocols of `download_model`: the hub's and a static-model mirror's.
 
-It remembers every request, and misbehaves when told to. The hub's half is what huggingface_hub itself
+It remembers every request, and misbehaves on request. The hub's half is what huggingface_hub itself
 asks for (one test proves that): model info, tree, resolve with HEAD, weights redirected to a CDN.
 """
 
@@ -21,7 +21,7 @@ TOKEN = "hf_let_me_in"
 
 @dataclass
 class Fault:
-    """What goes wrong with one request of a path, once."""
+    """A fault that one request of a path meets, once."""
 
     status: int = 200
     body: bytes | None = None  # instead of the right one
@@ -73,7 +73,7 @@ class ModelServer:
             self.contents[url] = body
 
     def add_folder(self, folder: str, files: dict[str, bytes]) -> None:
-        """A mirror's folder with its list."""
+        """Add a folder of a mirror with its list of files."""
         lines = [f"{path}:{hashlib.md5(body).hexdigest()}" for path, body in files.items()]
         self.contents[f"/{folder}/file_list.txt"] = "\n".join([*lines, ""]).encode()
         self.contents |= {f"/{folder}/{path}": body for path, body in files.items()}
@@ -82,7 +82,7 @@ class ModelServer:
         return f"/{repo_id}/resolve/{COMMIT}/{path}"
 
     def ranges_of(self, path: str) -> list[str | None]:
-        """The Range header of each GET of a path, in order."""
+        """Return the Range headers of the GET requests of a path, in order."""
         return [sent for method, asked, sent in self.requests if (method, asked) == ("GET", path)]
 
 

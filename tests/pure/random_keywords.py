@@ -29,12 +29,12 @@ def random_keywords(seed: int) -> Json:
     if kind == 0:  # alternatives by reference
         named = {name: _schema(rng, 1) for name in "AB"}
         return {"$defs": named, "oneOf": [{"$ref": f"#/$defs/{name}"} for name in named]}
-    if kind == 1:  # told apart by a property, or not
-        return {"oneOf": [_told_by(rng, value) for value in ("p", "q", rng.choice("pr"))[: rng.randint(2, 3)]]}
+    if kind == 1:  # distinguished by a property, or not
+        return {"oneOf": [_with_tag(rng, value) for value in ("p", "q", rng.choice("pr"))[: rng.randint(2, 3)]]}
     return _schema(rng, 2)
 
 
-def _told_by(rng: random.Random, value: str) -> Json:
+def _with_tag(rng: random.Random, value: str) -> Json:
     properties = {"k": {"const": value}, "b": _schema(rng, 0)}
     schema = {"type": "object", "properties": properties}
     return schema | ({"required": ["k"]} if rng.random() < 0.6 else {})

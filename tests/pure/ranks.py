@@ -30,12 +30,12 @@ class ThreadRank:
         self._given[self.rank] = x
         self._barrier.wait(PATIENCE_S)
         all_of_them = list(self._given)
-        self._barrier.wait(PATIENCE_S)  # nobody gives the next one before all have taken this one
+        self._barrier.wait(PATIENCE_S)  # no rank gives the next one before all have taken this one
         return all_of_them
 
 
 def run_threads(num_ranks: int, body: Callable[[int, SimpleNamespace], object]) -> list:
-    """What body(rank, ops) returns on each rank, with the ops of the definition."""
+    """Return the results of body(rank, ops) on each rank, with the ops of the definition."""
     barrier, given = threading.Barrier(num_ranks), [None] * num_ranks
 
     def run(rank: int):
@@ -83,7 +83,7 @@ class Processes:
         return [self.result(rank) for rank in range(len(self.processes))]
 
     def result(self, rank: int) -> object:
-        """What body returned or raised; None of a rank that was killed."""
+        """Return what body returned or raised, or None for a rank that was killed."""
         assert self._results[rank].poll(PATIENCE_S), f"rank {rank} hangs"
         try:
             return self._results[rank].recv()

@@ -35,7 +35,7 @@ def a_service(processor, client, **options):
 
 
 def fields_of(payload):
-    """What the JSON of an answer would have."""
+    """Return the fields that the JSON of an answer would have."""
     [fields] = json.loads(b"[%s]" % wire.native_json(wire.read_answer(payload)))
     return fields[0] if isinstance(fields, list) else fields
 
@@ -73,7 +73,7 @@ class FakeSender:
 
     @property
     def final(self):
-        """The one final response."""
+        """Return the only final response."""
         wait_until(lambda: self.is_over)
         [final] = [fields for fields, final in self.sent if final]
         assert self.misuses == []
@@ -91,14 +91,14 @@ class FakeEngine:
         self.reason = None
         self.listeners = {}  # by engine id
         self.prompts = {}  # engine id -> prompt, of all that were ever submitted
-        self.cancelled, self.asked_to_expire, self.standings = [], [], []
+        self.cancelled, self.asked_to_expire, self.queue_positions = [], [], []
         self.on_submit = lambda: None
         self._lock = threading.Lock()
 
-    def submit(self, token_ids, submissions, salt, standing):
-        messages.pack(token_ids, [messages.pack_sampling(each.sampling) for each in submissions], salt, standing)
+    def submit(self, token_ids, submissions, salt, queue_position):
+        messages.pack(token_ids, [messages.pack_sampling(each.sampling) for each in submissions], salt, queue_position)
         self.on_submit()
-        self.standings.append(standing)
+        self.queue_positions.append(queue_position)
         if self.reason:
             raise EngineUnavailable(self.reason)
         with self._lock:
@@ -113,7 +113,7 @@ class FakeEngine:
                 self.cancelled.append(request_id)
 
     def expire(self, request_id, error):
-        """As of one that has not begun."""
+        """End a request that has not begun with an error."""
         self.asked_to_expire.append(request_id)
         if listener := self.listeners.pop(request_id, None):
             listener.ended(error)
@@ -127,7 +127,7 @@ class FakeEngine:
         self.listeners.clear()
 
     def listener_of(self, prompt):
-        """Of the open request with this prompt, which may be on its way still."""
+        """Return the listener of the open request with this prompt, waiting for it if it has not arrived."""
 
         def found():  # `list`, as others submit and leave meanwhile
             return [(name, listener) for name, listener in list(self.listeners.items()) if self.prompts[name] == prompt]

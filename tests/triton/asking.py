@@ -1,4 +1,4 @@
-"""What tests ask a whole server: over HTTP in the native protocol, over gRPC as a client of the predecessor."""
+"""Requests of tests to a whole server: over HTTP in the native protocol, over gRPC as a client of the predecessor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def post(server, path, body, headers=None):
-    """Status and JSON of a native answer in one piece."""
+    """Return status and JSON of a native answer in one piece."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection = http.client.HTTPConnection("127.0.0.1", server.ports["SERVICE_HTTP_PORT"], timeout=120)
     with contextlib.closing(connection):
@@ -29,7 +29,7 @@ def post(server, path, body, headers=None):
 
 
 def get(port, path):
-    """Status and text."""
+    """Return status and text."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     with contextlib.closing(connection):
         connection.request("GET", path)
@@ -38,7 +38,7 @@ def get(port, path):
 
 
 def health_of(server, what):
-    """What the health port answers to `live`, `ready` or `started`."""
+    """Return the answer of the health port to `live`, `ready` or `started`."""
     return get(server.ports["HEALTH_HTTP_PORT"], f"/v2/health/{what}")
 
 
@@ -66,13 +66,13 @@ class GrpcStream:
         self.client.async_stream_infer("model", grpc_request(fields), request_id=str(fields.get("req_id")))
 
     def next(self):
-        """A list of one line; an error has no list around it."""
+        """Return the next message, a list with one object. An error has no list around it."""
         result, error = self.answers.get(timeout=120)
         assert error is None, error
         return json.loads(result.as_numpy("OUT")[0])
 
     def lines(self, fields):
-        """The whole answer, as `stream_lines` has it."""
+        """Return the whole answer, like `stream_lines`."""
         self.ask(fields)
         lines = self.next()
         while not lines[-1]["is_end"]:
@@ -88,7 +88,7 @@ class GrpcStream:
 
 
 def facts(server):
-    """What the model says of itself, without a request in the way."""
+    """Return the model information, once no request is open."""
     with GrpcStream(server) as stream:
         [state] = stream.lines({"probe": True})
         return state
@@ -103,7 +103,7 @@ def wait_until_idle(server):
 
 
 def settled(read, server):
-    """A figure that is told some time later."""
+    """Return a value that is reported with a delay."""
     seen = [read(server)]
     while len(seen) < 8 or seen[-8] != seen[-1]:
         time.sleep(0.25)
@@ -112,7 +112,7 @@ def settled(read, server):
 
 
 def long_answers(count, seed=0, length=96):
-    """Requests whose answers take a while: greedy and seeded, forced to their full length."""
+    """Return requests whose answers take a while: greedy and seeded, forced to their full length."""
     rng = random.Random(seed)
     return [
         {

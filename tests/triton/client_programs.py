@@ -30,7 +30,7 @@ def langchain_openai(url: str, _: Path) -> None:
 
     @tool
     def weather(city: Literal["Paris", "Rome"]) -> str:
-        """The weather in a city."""
+        """Return the weather in a city."""
         return f"sunny in {city}"
 
     chat = ChatOpenAI(base_url=f"{url}/v1", max_tokens=MAX_TOKENS, **NAMED)
@@ -88,7 +88,7 @@ def litellm(url: str, _: Path) -> None:
     except litellm.BadRequestError as error:
         assert "temperature" in str(error)
     else:
-        raise AssertionError("a limit was not told")
+        raise AssertionError("a limit was not reported")
 
 
 def instructor(url: str, _: Path) -> None:
@@ -111,7 +111,7 @@ def instructor(url: str, _: Path) -> None:
 
 
 def lm_eval(url: str, folder: Path) -> None:
-    """Loglikelihoods over completions, answers over chats."""
+    """Evaluate log-likelihoods by completions, and answers by chats."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 

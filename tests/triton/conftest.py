@@ -1,4 +1,4 @@
-"""What tests of the whole server share: each file has one, with what its SETTINGS say, and clients of it."""
+"""Fixtures of the tests of the whole server: each file has a server with its SETTINGS, and clients of it."""
 
 import openai
 import pytest

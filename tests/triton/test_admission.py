@@ -30,7 +30,7 @@ def server(tmp_path_factory):
 
 
 def ask(server, path, body=None, key="operators"):
-    """Status, headers and text, over a connection of its own: whichever worker takes it."""
+    """Return status, headers and text, over a connection of its own, which any worker may take."""
     connection = http.client.HTTPConnection("127.0.0.1", server.ports["SERVICE_HTTP_PORT"], timeout=120)
     with contextlib.closing(connection):
         payload = None if body is None else json.dumps(body)
@@ -80,7 +80,7 @@ def test_of_more_prompts_than_a_key_may_have_open_the_others_wait(server):
     assert (status, [choice["index"] for choice in json.loads(text).get("choices", ())]) == (200, [0, 1, 2, 3, 4])
 
 
-def test_a_key_that_has_used_its_tokens_is_told_when_there_are_more(server):
+def test_an_api_key_that_has_used_its_tokens_gets_the_time_of_the_next_ones(server):
     body = {**LONG, "min_dec_len": 90, "max_dec_len": 90}
     assert ask(server, "/v1/completions", body, "bobs")[0] == 200
     status, headers, text = ask(server, "/v1/completions", body, "bobs")
@@ -90,7 +90,7 @@ def test_a_key_that_has_used_its_tokens_is_told_when_there_are_more(server):
 
 
 def test_who_is_urgent_does_not_wait_for_those_who_are_not(server):
-    """With one place in the batch."""
+    """The batch has one place."""
     ends = []
 
     def ask_for(name, priority):  # of 300 tokens each, so that their ends are apart also on a busy machine

@@ -1,4 +1,4 @@
-"""The documented command of a container serves, and ends its requests when the container is told to stop."""
+"""The documented command of a container serves, and ends its requests when the container is stopped."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ sys.exit(ContainerCommands([{}]).run(sys.argv[1:]))
 
 @pytest.fixture
 def server(tmp_path):
-    """Its settings; start_server is the one of this environment."""
+    """Return the settings of the container. Its start_server is that of this environment."""
     server = a_server(tmp_path, {"model_name": str(ROOT / "demo_model")})
     server.env["PATH"] = f"{ROOT / 'server_scripts'}:{server.env['PATH']}"
     yield server

@@ -1,5 +1,6 @@
-"""What is made from our own document, or nearly so, sent to a real server: no 500, no dead process, no traceback in a
-log, nothing of the inside in an answer."""
+"""Requests that are generated from our own OpenAPI document, correct or nearly so, and sent to a real server: no 500,
+no dead process, no traceback in a log, no internals in an answer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from gateway.app_keys import DOCUMENT
 from gateway.triton_connections import SERVICE
 from tests.fuzz import INSIDE, bodies, examples, payload_of
 from tests.hostile_requests import odd_messages
-from tests.triton.unharmed import a_channel, said, unbroken_server
+from tests.triton.server_checks import a_channel, said, unbroken_server
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_DEC_LEN = 8  # so that whatever is asked is answered soon
@@ -55,13 +56,15 @@ def check(response):
 
 
 def few(body):
-    """What it needs and some of what it may have: of all, something is beyond what this model has."""
+    """Keep the required fields and some of the optional ones, because this model does not support all of them at
+    once.
+    """
     return {name: value for index, (name, value) in enumerate(body.items()) if name in NEEDED or index < 4}
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
 def test_requests_made_from_the_document_are_answered_as_it_says(server, session, method, path, mode):
-    """In one mode they are as it says, in the other they are nearly so."""
+    """Requests match the document in one mode and nearly match it in the other."""
     document = session.get(f"{server.http_url}/openapi.json", timeout=60).json()
     operation = schemathesis.openapi.from_dict(document)[path][method]
 
@@ -104,10 +107,10 @@ def test_any_odd_message_is_answered_or_refused(server):
 def test_tokens_over_http_are_those_of_the_model(server, session):
     tokenizer = Tokenizer.load(ROOT / "demo_model")
     for text in ("What is the capital of France?", "", "ä\u2028 <|x|>"):
-        told = session.post(f"{server.http_url}/tokenize", json={"prompt": text}, timeout=60).json()
-        assert told["tokens"] == tokenizer.encode(text)
-        back = session.post(f"{server.http_url}/detokenize", json={"tokens": told["tokens"]}, timeout=60).json()
-        assert back == {"prompt": tokenizer.decode(told["tokens"], skip_special_tokens=False)}
+        reported = session.post(f"{server.http_url}/tokenize", json={"prompt": text}, timeout=60).json()
+        assert reported["tokens"] == tokenizer.encode(text)
+        back = session.post(f"{server.http_url}/detokenize", json={"tokens": reported["tokens"]}, timeout=60).json()
+        assert back == {"prompt": tokenizer.decode(reported["tokens"], skip_special_tokens=False)}
 
 
 def test_a_chat_is_counted_as_it_is_asked(server, session):

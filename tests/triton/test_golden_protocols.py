@@ -15,7 +15,7 @@ def server(tmp_path_factory):
 
 
 def answers_until(server, case, expected):
-    """The tokens of a stream come together on a busy machine: the one with every token alone is waited for."""
+    """Ask until the stream has every token in its own event, because tokens are merged on a busy machine."""
     for _ in range(MAX_ATTEMPTS * 10 if case.is_streamed else 1):
         answered = entry(case, answer(server, case))
         if answered == expected:

@@ -21,7 +21,7 @@ from tests.half_requests import NEEDS_SOCK_DIAG, HalfRequests
 from tests.hostile_requests import REFUSED, changed
 from tests.patience import wait_until
 from tests.triton.asking import wait_until_idle
-from tests.triton.unharmed import a_channel, a_stub, pids, said, unbroken_server
+from tests.triton.server_checks import a_channel, a_stub, pids, said, unbroken_server
 
 METHODS = [method.name for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
 MEGABYTES_4 = 4 << 20
@@ -60,7 +60,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def unharmed(server):
-    """After every test the same processes run, and answer."""
+    """Check after every test that the same processes run, and answer."""
     before = pids(server)
     yield
     with a_stub(server) as stub:
@@ -146,7 +146,7 @@ def test_any_bytes_may_come_to_any_port(server, port):
 
 
 def test_a_thousand_connections_to_each_port_block_no_client_and_end_no_process(server):
-    """Those to the port of the metrics made the supervisor end tritonserver: it may have 1,024 files."""
+    """Connections to the metrics port once made the supervisor end tritonserver, which may have 1,024 open files."""
     with contextlib.ExitStack() as stack:
         for port in server.ports.values():
             for _ in range(1100):
@@ -160,7 +160,7 @@ def test_a_thousand_connections_to_each_port_block_no_client_and_end_no_process(
 
 @NEEDS_SOCK_DIAG
 def test_messages_that_are_never_ended_take_little_memory_and_leave_it(server):
-    """Of 2 GB, all of which the gateway held, and kept in large part."""
+    """The gateway once held all of 2 GB and kept a large part of it."""
     gateway, port, peak_mb = server.pid_of("gateway-0"), server.ports["SERVICE_GRPC_PORT"], 0.0
     clients = [HalfRequests(port, f"{SERVICE}/ModelStreamInfer", 64, MEGABYTES_4) for _ in range(8)]
     moved_at = time.monotonic()

@@ -62,7 +62,7 @@ class Host:
             return process.returncode, out + err
 
     def call(self, url: str, *body: str) -> tuple[int, str]:
-        """Status and body."""
+        """Return status and body."""
         status, _, text = self.run("-S", "-c", CALL, url, *body)[1].partition("\n")
         return int(status), text
 
@@ -70,7 +70,7 @@ class Host:
         return self.call(f"{self.server.health_url}/v2/health/ready")
 
     def stream(self) -> subprocess.Popen[str]:
-        """One JSON object a line comes out of it."""
+        """Start a stream whose output has one JSON object a line."""
         process = self.popen("-S", "-c", CALL, f"{self.server.http_url}/v1/chat/completions", json.dumps(BODY))
         assert process.stdout and process.stdout.readline() == "200\n"
         return process
@@ -81,14 +81,14 @@ class Host:
 
 
 def num_replays(master: Host) -> int:
-    """Of one open request."""
+    """Return the number of replays of the only open request."""
     return (
         (master.server.log_dir / "server.log").read_text().count("the engine has been restarted, replaying 1 requests")
     )
 
 
 def read_lines(stream: subprocess.Popen[str], count: int) -> list[dict]:
-    """Of a stream; fewer when it ends."""
+    """Return lines of a stream, or fewer if it ends."""
     assert stream.stdout
     return [json.loads(line) for _, line in zip(range(count), stream.stdout, strict=False)]
 
@@ -134,7 +134,7 @@ def remove(hosts: list[Host]) -> None:
 
 @pytest.fixture(scope="module")
 def running(hosts):
-    """The follower is asked first."""
+    """Wait until all hosts run. The follower is asked first."""
     starts = [host.popen("-m", "server_scripts.start") for host in reversed(hosts)]
     for start in starts:
         out, err = start.communicate(timeout=2 * TIMEOUT_S)

@@ -25,7 +25,7 @@ def browser():
 
 
 def a_state(**ended):
-    """What a probe is told, with one request that has ended."""
+    """Return the state that a probe reports, with one request that has ended."""
     latency = LatencyStats()
     latency.record_end(RequestRecord("stop", 2.5, 0.5, 30, 21, **ended))
     stats = {"num_running": 3, "num_waiting": 2, "num_blocks": 8, "num_blocks_held": 6}
@@ -209,7 +209,7 @@ def test_a_key_is_asked_for_until_it_is_right_and_kept_in_the_tab_only(browser):
         browser.until(lambda: browser.one("#key-dialog").is_displayed())
 
 
-def test_a_failure_is_told_and_the_next_question_is_asked(browser):
+def test_a_failure_is_reported_and_the_next_question_is_asked(browser):
     backend = FakeBackend("there", state=a_state())
     backend.scripts = [("half", EngineUnavailable("the engine has gone"))]
     with running(backend) as gateway:

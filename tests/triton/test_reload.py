@@ -24,7 +24,7 @@ TIMEOUT_S = 120
 
 
 def on(*ranks):
-    """Servers with so many; a server is for all of its tests."""
+    """Mark a test for servers with these numbers of ranks. A server is shared by all of its tests."""
     return pytest.mark.parametrize("server", ranks, indirect=True, scope="module")
 
 
@@ -72,12 +72,12 @@ class Load:
             count += 1
 
     def wait_for(self, count):
-        """So many answers more."""
+        """Wait for this many more answers."""
         target = len(self.answers) + count
         wait_until(lambda: len(self.answers) >= target or self.failures, patience_s=TIMEOUT_S)
 
     def tokens(self):
-        """Of every answer, with its prompt."""
+        """Return the tokens of every answer, with its prompt."""
         assert self.failures == []
         assert [lines[-1]["error_msg"] for _, lines in self.answers if lines[-1]["error_msg"]] == []
         for _, lines in self.answers:
@@ -86,7 +86,7 @@ class Load:
 
 
 def answers_of(server):
-    """Of the model of now, to every prompt."""
+    """Return the answers of the current model to every prompt."""
     return {prompt: stream_lines(server, a_body(prompt, f"alone {prompt}"))[-1]["tokens_all_ids"] for prompt in PROMPTS}
 
 

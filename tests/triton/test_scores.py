@@ -21,7 +21,7 @@ def ids_of(server, text):
 
 
 def loglikelihoods(client, pairs):
-    """As lm-eval asks for them, and reads them: of each continuation the sum, and whether it is the likeliest."""
+    """Ask for log-likelihoods as lm-eval does. Return the sum of each continuation, and whether it is the likeliest."""
     answer = client.completions.create(
         model="m",
         prompt=[context + continuation for context, continuation in pairs],
@@ -37,7 +37,9 @@ def loglikelihoods(client, pairs):
 
 
 def test_what_the_model_would_say_is_the_likeliest_and_its_score_that_of_its_saying_so(server, client):
-    """An answer that its stop id ends, too: lm-eval takes the last logprob for the one generated token's."""
+    """This includes an answer that its stop id ends: lm-eval takes the last logprob as that of the one generated
+    token.
+    """
     context = ids_of(server, TEXT[:40])
     said = client.completions.create(
         **{"model": "m", "prompt": context, "max_tokens": 12, "temperature": 0, "logprobs": 1},
@@ -61,8 +63,8 @@ def test_scores_are_the_same_over_grpc_again_and_in_vllms_shape(server, client):
     scores = [each.get("logprob") for each in last["prompt_logprobs"]]
     assert scores[0] is None and len(scores) == len(ids)
     again = client.completions.create(model="m", prompt=ids, max_tokens=1, extra_body={"prompt_logprobs": 2}).to_dict()
-    told = again["choices"][0]["prompt_logprobs"]
-    assert [each and each[str(token_id)]["logprob"] for each, token_id in zip(told, ids, strict=True)] == scores
+    reported = again["choices"][0]["prompt_logprobs"]
+    assert [each and each[str(token_id)]["logprob"] for each, token_id in zip(reported, ids, strict=True)] == scores
     chat = {"messages": [{"role": "user", "content": "Hi"}], "model": "m", "max_tokens": 2, "return_token_ids": True}
     fields = post(server, "/v1/chat/completions", chat)[1]
     assert len(fields["prompt_token_ids"]) == fields["usage"]["prompt_tokens"]
@@ -128,28 +130,30 @@ def test_embeddings_and_a_search_are_the_same_over_grpc(server, client):
     embedding = client.embeddings.create(model="m", input=ids, extra_body={"normalize": False}).data[0].embedding
     with GrpcStream(server) as stream:
         stream.ask({"input_ids": ids, "req_id": "e", "pooling": "last"})
-        told = np.frombuffer(base64.b64decode(stream.next()[0]["embedding"]), "<f4")
+        reported = np.frombuffer(base64.b64decode(stream.next()[0]["embedding"]), "<f4")
         asked = {"max_dec_len": 6, "n": 2, "use_beam_search": True, "best_of": 4, "length_penalty": 2}
         stream.ask({"input_ids": ids, "req_id": "b", **asked})
         found = {answer["index"]: answer["tokens_all"] for answer in (stream.next()[0], stream.next()[0])}
     assert found == dict(enumerate(texts)) and len(set(texts)) == 2
-    np.testing.assert_allclose(told, embedding, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(reported, embedding, rtol=0, atol=1e-6)
 
 
 def test_a_model_that_was_made_to_write_scores_by_two_of_its_tokens_when_the_server_is_started_so(client, tmp_path):
-    """As vLLM serves Qwen3-Reranker: the share of the second token, where the next is one of both."""
+    """vLLM serves Qwen3-Reranker like this: the score is the share of the second token if the next one is one of
+    both.
+    """
     overrides = json.dumps({"classifier_from_token": ["No", "Yes"], "is_original_qwen3_reranker": True})
     query, documents = "Is Paris in France? ", ["Say Yes or No.", "Paris is the capital of France."]
     with running_server(tmp_path, {"HF_OVERRIDES": overrides}) as reranker:
         _, scored = post(reranker, "/v1/score", {"text_1": query, "text_2": documents})
         _, ranked = post(reranker, "/v1/rerank", {"query": query, "documents": documents})
-        told = {text: ids_of(reranker, text) for text in ("No", "Yes", *(query + each for each in documents))}
+        reported = {text: ids_of(reranker, text) for text in ("No", "Yes", *(query + each for each in documents))}
         status, refused = post(reranker, "/v1/chat/completions", {"text": "Hi", "req_id": "a"})
     assert (status, refused["error_type"]) == (400, "invalid_request") and "writes no answers" in refused["error_msg"]
     shares = []
     for document in documents:
-        ids = told[query + document]
-        pairs = [(ids, told[word]) for word in ("No", "Yes")]
+        ids = reported[query + document]
+        pairs = [(ids, reported[word]) for word in ("No", "Yes")]
         no, yes = np.exp([score for _, score, _ in loglikelihoods(client, pairs)])
         shares.append(yes / (no + yes))
     assert [each["score"] for each in scored["data"]] == pytest.approx(shares, abs=0.01)

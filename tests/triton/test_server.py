@@ -48,10 +48,10 @@ def test_tritons_http_client_finds_its_port_and_the_health_port_ready(server):
             assert client.is_server_live() and client.is_server_ready()
     with triton_http.InferenceServerClient(f"127.0.0.1:{port}") as client:
         assert client.is_model_ready("model")
-        told = client.get_model_metadata("model")
+        reported = client.get_model_metadata("model")
     with GrpcStream(server) as stream:
-        assert told == stream.client.get_model_metadata("model", as_json=True) | {
-            name: [{**tensor, "shape": [1]} for tensor in told[name]] for name in ("inputs", "outputs")
+        assert reported == stream.client.get_model_metadata("model", as_json=True) | {
+            name: [{**tensor, "shape": [1]} for tensor in reported[name]] for name in ("inputs", "outputs")
         }  # protobuf writes numbers of 64 bits as texts
     body = json.dumps({"IN": json.dumps({"messages": CHAT, "temperature": 0})}).encode()
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/model/generate", body) as response:
@@ -61,9 +61,9 @@ def test_tritons_http_client_finds_its_port_and_the_health_port_ready(server):
 
 def test_a_maximum_that_the_server_has_no_room_for_is_reduced_for_openais_client(client):
     asked = {"model": "default", "messages": CHAT, "temperature": 0, "max_tokens": 4096}
-    told = client.chat.completions.with_raw_response.create(**asked)
-    assert told.headers["X-Reduced-Max-Tokens"] == "1024"
-    assert "Paris" in told.parse().choices[0].message.content
+    reported = client.chat.completions.with_raw_response.create(**asked)
+    assert reported.headers["X-Reduced-Max-Tokens"] == "1024"
+    assert "Paris" in reported.parse().choices[0].message.content
     cut = client.chat.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0]
     assert cut.finish_reason == "length"
 
@@ -84,7 +84,9 @@ def test_the_demo_model_answers_at_least_48_of_its_50_questions(client):
 
 
 def test_native_streaming_brings_the_answer_as_it_is_generated(server):
-    """Tokens that come while others are sent are merged, so of the number of parts only its order is promised."""
+    """Tokens that arrive while others are sent are merged, so only the order of the parts is guaranteed, not their
+    number.
+    """
     lines = stream_lines(server, {"text": "Hello, how are you?", "req_id": "s1", "max_dec_len": 64, "stream": True,
                                   "temperature": 0})  # fmt: skip
     *deltas, last = lines
@@ -185,7 +187,9 @@ def test_seeded_sampling_repeats_itself_and_seed_zero_is_a_seed(server):
 
 
 def several_answers(server, client, n):
-    """A prompt of 1000 tokens, other ones each time: its answers over each protocol, as (prompt, texts)."""
+    """Return the answers to a prompt of 1000 tokens over each protocol, as (prompt, texts). The tokens differ between
+    protocols.
+    """
     # The demo model is sure of itself: only much heat makes it waver.
     rng, options = random.Random(n), {"temperature": 8, "top_p": 1, "seed": 5, "n": n, "ignore_eos": True}
 
@@ -223,7 +227,7 @@ def several_answers(server, client, n):
 
 
 def num_prompt_tokens(server):
-    """That were computed, not found in the cache."""
+    """Return the number of prompt tokens that were computed and not found in the cache."""
     page = get(server.ports["METRICS_HTTP_PORT"], "/metrics")[1]
     computed, cached = (
         float(re.search(rf"^{name}(?:{{.*}})? (\S+)$", page, re.M)[1])
@@ -310,7 +314,7 @@ def test_a_hundred_clients_that_leave_hold_nothing(server):
     assert post(server, "/v1/chat/completions", {"messages": CHAT, "max_dec_len": 8})[0] == 200
 
 
-def test_answers_do_not_depend_on_company(server):
+def test_answers_do_not_depend_on_the_batch(server):
     bodies = [body | {"stream": False} for body in long_answers(24, seed=3)]
 
     def tokens(body):

@@ -53,7 +53,7 @@ class Answer:
 
 
 def load(server, name):
-    """The path goes by what is in LORA_DIR."""
+    """Load an adapter by a path below LORA_DIR."""
     return change(server, "load", lora_name=name, lora_path=name)
 
 

@@ -30,7 +30,9 @@ def server(tmp_path_factory):
 
 
 def ask(server, number, begun=None):
-    """A long seeded answer, as the ids of its tokens. `begun`: where to wait for the others once it has begun."""
+    """Return the token ids of a long seeded answer. `begun` is a barrier where the request waits for the others once it
+    has begun.
+    """
     body = {"text": "List 3 countries.", "req_id": f"{number}-{time.monotonic_ns()}", "max_dec_len": 400}
     body |= {"ignore_eos": True, "infer_seed": number, "temperature": number % 2, "stream": True}
     request = urllib.request.Request(f"{server.http_url}/v1/chat/completions", json.dumps(body).encode())
@@ -64,7 +66,7 @@ def test_two_ranks_answer(server):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_a_rank_that_fails_costs_a_pause_and_not_a_token(server, undisturbed, number):
-    """One that dies takes its group down at once; one that hangs is noticed after CHECK_HEALTH_INTERVAL."""
+    """A rank that dies takes its group down at once; one that hangs is noticed after CHECK_HEALTH_INTERVAL."""
     restarts = facts(server)["num_restarts"]
     begun = threading.Barrier(NUM_STREAMS + 1)
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
@@ -78,7 +80,7 @@ def test_a_rank_that_fails_costs_a_pause_and_not_a_token(server, undisturbed, nu
 
 
 def test_a_rank_that_is_stopped_while_nothing_runs_is_noticed(server, undisturbed):
-    """By the supervisor: the engine only would when it has something to compute."""
+    """The supervisor notices it, because the engine would only do so when it has something to compute."""
     restarts, rank = facts(server)["num_restarts"], rank_pid(server)
     os.kill(rank, signal.SIGSTOP)
     wait_until(lambda: not is_alive(rank), patience_s=MAX_STOPPED_S + 5)

@@ -1,4 +1,4 @@
-"""What the whole server refuses, with which words, and that it goes on."""
+"""Tests of requests that the whole server refuses, of the error texts, and that the server goes on."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_grpc_errors_are_bare_objects(server):
         assert (line["req_id"], line["error_msg"], line["error_code"]) == ("e2", "", 0)
 
 
-def test_tritonclient_finds_what_is_open_and_is_told_of_what_is_not(server):
+def test_tritonclient_finds_what_is_served_and_gets_errors_for_the_rest(server):
     with triton.InferenceServerClient(server.grpc_url) as client:
         assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("model")
         assert client.get_server_metadata().name == "triton"

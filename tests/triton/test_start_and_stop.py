@@ -32,7 +32,7 @@ START = [sys.executable, "-m", "server_scripts.start"]
 
 @pytest.fixture
 def server(tmp_path):
-    """Not running yet; stopped in the end, should it run."""
+    """Return a server that does not run yet. It is stopped at the end if it runs."""
     server = a_server(tmp_path, {})
     yield server
     assert server.command("stop_server", "0").returncode == 0
@@ -40,7 +40,7 @@ def server(tmp_path):
 
 @contextmanager
 def starting(server, *arguments, command=START, stdout=None):
-    """A start_server that has not ended, with its output in start.out, or in `stdout`."""
+    """Return a start_server that has not ended, with its output in start.out or in `stdout`."""
     with (server.run_dir.parent / "start.out").open("w") as out:
         process = subprocess.Popen([*command, *arguments], env=server.env, cwd=ROOT, stdout=stdout or out, stderr=out)
         try:
@@ -102,7 +102,7 @@ def test_a_start_that_is_killed_takes_the_server_with_it(server):
 
 
 def test_servers_that_differ_only_in_ports_and_logs_run_side_by_side(tmp_path):
-    """As two instances of FastDeploy on one host: four port options and FD_LOG_DIR."""
+    """Two instances of FastDeploy on one host are started with four port options and FD_LOG_DIR."""
     servers = [
         a_server(tmp_path / name, {"RUN_DIR": "", "FD_LOG_DIR": str(tmp_path / name)}) for name in ("one", "two")
     ]
@@ -180,7 +180,7 @@ def test_a_terminal_that_stands_still_holds_up_no_restart_and_no_end(server):
 
 
 def pid_now(server, name):
-    """None while there is none."""
+    """Return the pid, or None while there is none."""
     return next((process.pid for process in state_of(server).processes if process.name == name), None)
 
 

@@ -1,4 +1,6 @@
-"""What outlives what, for real: streams the supervisor, the engine its silence, everybody's secrets the other users."""
+"""Tests of survival of the whole server: streams outlive the supervisor, the engine survives silence, and secrets are
+hidden from other users.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tests.triton.asking import grpc_request, health_of, post, settled
 
 @pytest.fixture
 def server(tmp_path):
-    """Not running yet; stopped in the end, should it run."""
+    """Return a server that does not run yet. It is stopped at the end if it runs."""
     server = a_server(tmp_path, {})
     yield server
     assert server.command("stop_server", "0").returncode == 0
@@ -34,7 +36,7 @@ def server(tmp_path):
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    """For tests after which it runs on."""
+    """Return a server for tests after which it still runs."""
     with running_server(tmp_path_factory.mktemp("running"), {"MAX_DEC_LEN": "4000"}) as server:
         yield server
 
@@ -171,7 +173,7 @@ def test_a_death_under_open_streams_is_a_pause(running, victim, number):
 
 
 def http_lines(server, body, **headers):
-    """Of a streamed answer, until it ends or is cut."""
+    """Return the lines of a streamed answer, until it ends or is cut."""
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(f"{server.http_url}/v1/chat/completions", json.dumps(body).encode(), headers)
     with contextlib.suppress(http.client.IncompleteRead, ConnectionError), urllib.request.urlopen(request) as response:
@@ -225,8 +227,8 @@ def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_com
     assert 30 <= len(known) < count
     assert sum((json.loads(line)["token_ids"] for line in lines), []) == expected
     assert known + sum((answer["token_ids"] for answer in again.close()), []) == expected
-    told = [json.loads(line[6:])["choices"][0]["delta"].get("content") or "" for line in events if b"{" in line]
-    assert "".join(told) == first.lines[-1]["tokens_all"]
+    reported = [json.loads(line[6:])["choices"][0]["delta"].get("content") or "" for line in events if b"{" in line]
+    assert "".join(reported) == first.lines[-1]["tokens_all"]
     # Also the steps that ran when they were cut, which are as many as the machine is slow; an answer that was begun
     # anew would be 30 tokens more, at least.
     assert settled(num_generated, running) - before < 3 * count + 30
@@ -249,7 +251,7 @@ def test_a_stop_with_many_streams_gives_each_its_one_end(server):
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Of OTLP. Notes trace id and name of each span."""
+    """OTLP collector that records the trace id and name of each span."""
 
     def do_POST(self):
         for resource in json.loads(self.rfile.read(int(self.headers["Content-Length"])))["resourceSpans"]:

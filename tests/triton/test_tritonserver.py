@@ -85,7 +85,7 @@ def config_of(server):
 
 
 def words(server, text):
-    """Every word that came back, in order."""
+    """Return every word that came back, in order."""
     request = infer_request({"text": text})
     with grpc.insecure_channel(config_of(server).triton_target) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -195,7 +195,7 @@ def test_in_folders_of_any_name_a_killed_supervisor_leaves_what_stop_server_can_
 
 
 def main(folder: Path) -> int:
-    """The supervisor's process."""
+    """Run the process of the supervisor."""
     logging.basicConfig(level="INFO", stream=sys.stdout)
     config = Config.from_env()
     run_dir = RunDir(config.run_path)

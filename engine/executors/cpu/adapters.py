@@ -17,8 +17,7 @@ from engine.executors.cpu.program import large_pages
 from engine.graph import Graph
 from engine.models.adapters import Adapter, AdapterError, most_bytes, network_of, read_pairs
 from engine.models.decoder import Decoder
-from engine.ops.cpu.library import Group
-from engine.ops.cpu.library import Pair as PairOfCall
+from engine.ops.cpu.library import CAdapterPair, CAdapterRows
 from engine.settings.config import Config
 
 ALIGNED = 16  # float32 numbers of a cache line
@@ -27,18 +26,18 @@ ALIGNED = 16  # float32 numbers of a cache line
 class Groups(NamedTuple):
     """Rows of one step, grouped by adapter, as the arguments of `llm_run`."""
 
-    array: ctypes.Array[Group]
+    array: ctypes.Array[CAdapterRows]
     rows: list[np.ndarray]  # keeps the memory alive that `array` points to
 
 
 class Loaded(NamedTuple):
     """Matrices of one loaded adapter, as the arguments of `llm_run`."""
 
-    pairs: ctypes.Array[PairOfCall]
+    pairs: ctypes.Array[CAdapterPair]
     memory: np.ndarray  # keeps the matrices alive that `pairs` points to
 
 
-class Adapters:
+class CpuAdapters:
     """Loaded LoRA adapters of one rank. `place` is the rank and the number of ranks."""
 
     def __init__(self, graph_dir: Path, graph: Graph, place: tuple[int, int], config: Config):
@@ -67,7 +66,7 @@ class Adapters:
         sizes = [-(-array.size // ALIGNED) * ALIGNED for pair in pairs for array in (pair.a, pair.b)]
         memory = large_pages(4 * sum(sizes)).view(np.float32)
         places = iter(np.cumsum([0, *sizes]).tolist())
-        calls = (PairOfCall * len(pairs))()
+        calls = (CAdapterPair * len(pairs))()
         for call, pair in zip(calls, pairs, strict=True):
             call.call, call.rank = self._call_of[pair.parameter], len(pair.a)
             call.first, call.num_out = pair.first, pair.b.shape[1]
@@ -83,7 +82,7 @@ class Adapters:
         of_row = [number.get(adapter_of.get(row.slot, ""), -1) for row in batch.rows]
         of_token = np.repeat(of_row, np.diff(inputs["query_starts"]))
         of_logits = of_token[inputs["logit_rows"]]
-        array, kept = (Group * len(found))(), []
+        array, kept = (CAdapterRows * len(found))(), []
         for group, (adapter_id, place) in zip(array, number.items(), strict=True):
             pairs = self.loaded[adapter_id].pairs
             group.pair = ctypes.addressof(pairs)

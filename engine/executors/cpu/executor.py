@@ -11,8 +11,8 @@ import numpy as np
 
 from engine import graph
 from engine.core.types import Batch, Copy, StepOutput
-from engine.executors.cpu.adapters import Adapters
-from engine.executors.cpu.program import Program, allocated
+from engine.executors.cpu.adapters import CpuAdapters
+from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.cpus import num_cpus
 from engine.executors.memory import free_memory_bytes
 from engine.executors.prompt_outputs import max_prompt_logits
@@ -55,8 +55,8 @@ class CpuExecutor:
         self.block_size, self.block_bytes = model.block_size, sum(spec.block_bytes for spec in self._specs)
         self._files = graph_dir, membership.rank
         loaded, params = graph.load(*self._files)
-        self._program = Program(loaded, params)
-        self._adapters = Adapters(graph_dir, loaded, (membership.rank, membership.num_ranks), config)
+        self._program = CpuProgram(loaded, params)
+        self._adapters = CpuAdapters(graph_dir, loaded, (membership.rank, membership.num_ranks), config)
         self._caches: dict[str, np.ndarray] = {}
         self.max_prompt_logits = max_prompt_logits(model.vocab_size)
         self.cache_groups = model.graph().cache_groups
@@ -67,9 +67,9 @@ class CpuExecutor:
         self._thread = ThreadPoolExecutor(1, "step")
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 
-    def load_graph(self, name: str) -> Program:
+    def load_graph(self, name: str) -> CpuProgram:
         """Load another graph of the model. Raises ModelError that lists the graphs there are."""
-        return Program(*graph.load(*self._files, name))
+        return CpuProgram(*graph.load(*self._files, name))
 
     def free_bytes(self) -> int:
         return max(0, free_memory_bytes() // self._num_sharing - self._adapters.reserved_bytes)

@@ -1,4 +1,4 @@
-"""Program: an exported graph as the list of calls that `llm_run` makes. Every value has its memory before the first
+"""CpuProgram: an exported graph as the list of calls that `llm_run` makes. Every value has its memory before the first
 step, so that no work remains between two kernels. Independent of batches."""
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from engine.ops import cpu
 from engine.ops.catalogue import OPS
 from engine.ops.cpu.calls import NUMBER, ArgumentError, Call, Operand, Packed
 from engine.ops.cpu.kernels import BF16_OPS, CpuOps
-from engine.ops.cpu.library import Counts, Group
+from engine.ops.cpu.library import CAdapterRows, Counts
 
 OF_LOGITS = "logit_rows"
 ALIGNMENT = 64  # bytes of a cache line
 
 
-class Program:
+class CpuProgram:
     """Executable form of a graph. Owns aligned copies of the parameters in large pages, which a mapped file does not
     provide, and two call lists: one for steps without adapters and one for steps with them.
 
@@ -52,7 +52,9 @@ class Program:
         self._caches = {self._graph.inputs[name].id: array for name, array in caches.items()}
         self._clear()
 
-    def run(self, inputs: Mapping[str, np.ndarray], groups: ctypes.Array[Group] | None = None) -> dict[str, np.ndarray]:
+    def run(
+        self, inputs: Mapping[str, np.ndarray], groups: ctypes.Array[CAdapterRows] | None = None
+    ) -> dict[str, np.ndarray]:
         """Run the graph and return its outputs by name, valid until the next call.
 
         `inputs` are all inputs except the caches; `groups` are the rows that have adapters. Raises GroupError.

@@ -15,11 +15,11 @@ from engine.executors.cuda.program import GROUPS, LOGIT_GROUPS
 from engine.models.adapters import Adapter, AdapterError, network_of, read_pairs
 from engine.models.layers import Linear
 from engine.models.weights import found_in
-from engine.ops.cuda.adapters import NOBODY, Layer, groups_of
+from engine.ops.cuda.adapters import NO_ADAPTER, Layer, groups_of
 from engine.settings.config import Config
 
 
-class Adapters:
+class CudaAdapters:
     """Loaded LoRA adapters of one rank. Owns MAX_LORAS slots of device memory for them.
 
     `place` is the rank and the number of ranks. `like` is a tensor with the dtype and device of the activations. Raises
@@ -74,8 +74,8 @@ class Adapters:
     ) -> dict[str, np.ndarray]:
         """Group the tokens and the logits of a step by the adapters of their slots. Return no arrays when no row has an
         adapter. `sizes` are the numbers of tokens and of logits, padding included."""
-        of_row = np.array([self._slot_of.get(adapter_of.get(row.slot, ""), NOBODY) for row in batch.rows], np.int32)
-        if (of_row == NOBODY).all():
+        of_row = np.array([self._slot_of.get(adapter_of.get(row.slot, ""), NO_ADAPTER) for row in batch.rows], np.int32)
+        if (of_row == NO_ADAPTER).all():
             return {}
         of_token = np.repeat(of_row, np.diff(inputs["query_starts"]))
         return self._groups(of_token, of_token[inputs["logit_rows"]], sizes)

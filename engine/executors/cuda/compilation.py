@@ -21,7 +21,7 @@ import triton
 log = logging.getLogger(__name__)
 
 
-class Compiler:
+class KernelCompiler:
     """Collects the kernels that are missing while steps run in `recording`, then compiles them."""
 
     def __init__(self, device: torch.device, report: Callable[[str], None]):

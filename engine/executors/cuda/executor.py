@@ -18,12 +18,12 @@ from torch import Tensor
 
 from engine.core.types import PENDING, Batch, StepOutput
 from engine.errors import ConfigError
-from engine.executors.cuda.adapters import Adapters
+from engine.executors.cuda.adapters import CudaAdapters
 from engine.executors.cuda.cache import Caches
-from engine.executors.cuda.compilation import Compiler, warn_of_late_compilation
+from engine.executors.cuda.compilation import KernelCompiler, warn_of_late_compilation
 from engine.executors.cuda.host_cache import HostCache
 from engine.executors.cuda.load import load_program
-from engine.executors.cuda.program import GROUPS, Inputs, Outputs, Program
+from engine.executors.cuda.program import GROUPS, CudaProgram, Inputs, Outputs
 from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
 from engine.executors.cuda.step_graphs import CHOICE, Arrays, Captured, StepGraphs, not_captured
@@ -79,7 +79,7 @@ class CudaExecutor:
         max_blocks = -(-model.max_seq_len // model.block_size)
         self._membership = membership or Membership.alone()
         self._device = _device(device, self._membership.rank)
-        self._compiler = Compiler(self._device, report) if self._device.type == "cuda" else None
+        self._compiler = KernelCompiler(self._device, report) if self._device.type == "cuda" else None
         self._vocab_size = model.vocab_size
         self._max_tokens = min(config.max_step_tokens, model.max_seq_len)  # of one step
         self._utilization = config.gpu_memory_utilization
@@ -93,8 +93,8 @@ class CudaExecutor:
         self._adapters, self._adapted, of_adapters = None, self._program, None
         if config.has_loras:
             place, table = (self._membership.rank, self._membership.num_ranks), self._program.params[TABLE]
-            self._adapters = Adapters(graph_dir, place, config, table)
-            self._adapted = Program(self._program.graph, self._program.params, ops, self._adapters.layers)
+            self._adapters = CudaAdapters(graph_dir, place, config, table)
+            self._adapted = CudaProgram(self._program.graph, self._program.params, ops, self._adapters.layers)
             of_adapters = self._adapters.no_groups
         self.cache_groups = model.graph().cache_groups
         self._graphs = StepGraphs(config, max_blocks, self._device, of_adapters, len(self.cache_groups))

@@ -12,7 +12,7 @@ import torch
 from engine import graph as graphs
 from engine.errors import ConfigError
 from engine.executors.cuda import weights
-from engine.executors.cuda.program import Program, check_ops
+from engine.executors.cuda.program import CudaProgram, check_ops
 from engine.exporting.manifest import DECODER, Manifest
 from engine.models.constants import constants_of
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 def load_program(
     directory: Path, model: Manifest, device: torch.device, ops: ModuleType, name: str = DECODER
-) -> Program:
+) -> CudaProgram:
     """Load the graph `name` from the folder of one rank.
 
     `ops` is engine.ops.cuda or a module like it. Raises ConfigError if the weights are too large for the device, and
@@ -44,4 +44,4 @@ def load_program(
             f" {total - free:.1f} GiB"
         ) from None
     log.info("%.1f GB of weights on the device in %.1f s", size / 1e9, time.monotonic() - started)
-    return Program(graph, params, ops)
+    return CudaProgram(graph, params, ops)

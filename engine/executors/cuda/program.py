@@ -1,5 +1,5 @@
-"""Program: an exported graph as a list of calls of engine.ops.cuda, or of a module like it. Independent of batches and
-of the cache's contents."""
+"""CudaProgram: an exported graph as a list of calls of engine.ops.cuda, or of a module like it. Independent of batches
+and of the cache's contents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Outputs(NamedTuple):
         return Outputs(self.logits[:count], self.hidden[:count])
 
 
-class Call(NamedTuple):
+class GraphCall(NamedTuple):
     """Call of one op."""
 
     run: Callable[..., Tensor | tuple[Tensor, ...]]
@@ -42,7 +42,7 @@ class Call(NamedTuple):
     last: tuple[int, ...]  # inputs that no later call reads
 
 
-class Program:
+class CudaProgram:
     """Executable form of a graph. `params` are on the device of the inputs.
 
     `layers` are the adapters' matrices by the names of the weights whose products they are added to. With them there
@@ -84,18 +84,18 @@ def _fused(graph: Graph, ops: ModuleType, *, keep_products: bool = False) -> Gra
     return fuse(graph, [op.name for op in FUSED if hasattr(ops, op.name)], keep_products=keep_products)
 
 
-def _calls(nodes: Sequence[Node], kept: set[int], ops: ModuleType) -> list[Call]:
+def _calls(nodes: Sequence[Node], kept: set[int], ops: ModuleType) -> list[GraphCall]:
     last_use = {value.id: node for node in nodes for value in node.inputs if value is not None}
     calls = []
     for node in nodes:
         inputs = tuple(None if value is None else value.id for value in node.inputs)
         last = {number for number in inputs if number is not None and last_use[number] is node}
         outputs = tuple(value.id for value in node.outputs)
-        calls.append(Call(_op(node, ops), inputs, outputs, tuple(last - kept)))
+        calls.append(GraphCall(_op(node, ops), inputs, outputs, tuple(last - kept)))
     return calls
 
 
-def _adapted(graph: Graph, calls: Sequence[Call], layers: Mapping[str, Layer]) -> list[Call]:
+def _adapted(graph: Graph, calls: Sequence[GraphCall], layers: Mapping[str, Layer]) -> list[GraphCall]:
     """Return the calls with the adapters' products added after the linear layers that have some."""
     layer_of = {graph.parameters[name].id: layer for name, layer in layers.items()}
     of_logits = graph.values_by_rows_of(LOGIT_ROWS)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.core.cache_groups import table_name
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE
-from engine.executors.cuda.compilation import Compiler
+from engine.executors.cuda.compilation import KernelCompiler
 from engine.executors.cuda.program import GROUPS, Inputs, Outputs
 from engine.executors.cuda.sampling import CAPTURED
 from engine.executors.cuda.transfer import IN_FLIGHT
@@ -129,7 +129,9 @@ class StepGraphs:
         captured.choices[cuts].replay()
         return self._buffers.tokens(num_tokens)
 
-    def capture(self, run: Run, last_tokens: Tensor | None, null_block: int, compiler: Compiler | None = None) -> None:
+    def capture(
+        self, run: Run, last_tokens: Tensor | None, null_block: int, compiler: KernelCompiler | None = None
+    ) -> None:
         """Capture all graphs for the caches that are allocated now.
 
         `last_tokens` are the last sampled tokens by slot, or None on a rank that never samples. `compiler` compiles the

@@ -20,7 +20,7 @@ class UnknownIsa(SetupError):
 
 
 def load(isa: str | None = None) -> CpuOps:
-    """The ops for an instruction set; None: what CPU_ISA names, or the best one."""
+    """Load the ops for an instruction set. None means the one that CPU_ISA names, or the best one."""
     return _load(isa or os.environ.get("CPU_ISA") or None)
 
 
@@ -49,14 +49,14 @@ def num_threads() -> int:
 
 
 def set_num_threads(count: int) -> None:
-    """For all ops and all callers, the Paddle ones included."""
+    """Set the number of threads for all ops and all callers, including Paddle's ops."""
     if count < 1:
         raise ValueError(f"set_num_threads: count is {count}, it must be at least 1")
     c_library().llm_set_num_threads(count)
 
 
 def __getattr__(name: str):
-    """The ops themselves, of the default instruction set."""
+    """Return an op of the default instruction set."""
     if name not in NUMBER and (name.startswith("_") or name not in vars(CpuOps)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(load(), name)

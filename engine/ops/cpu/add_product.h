@@ -5,9 +5,9 @@
 
 namespace LLM_ISA {
 
-constexpr int kVecs = 4;  // of outputs at a time, so that nobody waits for a sum
+constexpr int kVecs = 4;  // of outputs at a time, so that no instruction waits for the previous sum
 
-// For few r: there is nothing to be added up across lanes, as there would be with b's rows along r.
+// For few r: no sum has to be added up across lanes, as it would with b's rows along r.
 inline void add_product(const LlmAddProduct& a) {
   const int64_t block = kVecs * W;
   auto add_to = [=](int64_t n, int count, auto vecs) {

@@ -1,4 +1,4 @@
-// The rows of a paged KV cache: where they lie, how a token's key and value are written and read
+// Rows of a paged KV cache: their addresses, and how the key and value of a token are written and read.
 #pragma once
 #include <cstring>
 
@@ -13,11 +13,11 @@ struct AttentionArgs : LlmPagedAttention {
   int64_t key_dim() const { return head_dim; }
   int64_t value_dim() const { return head_dim; }
   int64_t group() const { return num_heads / num_kv_heads; }
-  // Of a cached key or value: that of bytes ends in the two of its scale, a bf16.
+  // Bytes of a cached key or value. An int8 one ends in the two bytes of its scale, a bf16.
   int64_t row_width() const { return head_dim + (sizeof(Cache) == 1 ? 2 : 0); }
   int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
   const float* angles(int64_t t) const { return cos_sin + t * rotary_dim; }
-  // Row 0 of one head's keys (part 0) or values (part 1) in the block that holds a request's position.
+  // Row 0 of the keys (part 0) or values (part 1) of one head in the block that holds a position of the request.
   Cache* cached(int part, int64_t request, int64_t position, int64_t kv_head) const {
     const int64_t block = block_tables[request * max_blocks + position / block_size];
     return static_cast<Cache*>(kv_cache) + ((block * 2 + part) * num_kv_heads + kv_head) * block_size * row_width();
@@ -43,7 +43,7 @@ inline void store_row(uint16_t* to, const float* from, int64_t size) {
   for_lanes(size, [=](int64_t i, int n) { store_bf16(to + i, load_n(from + i, n), n); });
 }
 
-// code = round(x / scale), scale = max |x| / 127; a row that is not finite gets a scale that is not
+// code = round(x / scale), scale = max |x| / 127; a row that is not finite gets a scale that is not finite.
 inline void store_row(int8_t* to, const float* from, int64_t size) {
   uint16_t scale;
   store_bf16(&scale, set1(magnitude(from, size) / 127.0f), 1);

@@ -1,11 +1,11 @@
-// What attention multiplies: queries and weights, and the keys and values of a block, in float32 or in pairs of 16 bits
+// Operands of attention: queries and weights, and the keys and values of a block, in float32 or in pairs of 16 bits.
 #pragma once
 #include "attention_cache.h"
 #include "attention_sums.h"
 
 namespace LLM_ISA {
 
-// Keys or values of a block, and where those begin that are wanted next.
+// Keys or values of a block, and the start of those that are needed next.
 template <class Cache>
 struct CachedRows {
   const Cache* data;
@@ -13,7 +13,7 @@ struct CachedRows {
   int64_t stride, count;
   bool is_read_again = false;  // what is wanted next must then stay in the L2 cache
 
-  // Row i, of which some bytes will be read: as many of what is wanted next are asked for, from its beginning to its end.
+  // Return row i, of which some bytes will be read, and prefetch as many bytes of the next rows.
   const Cache* row(int64_t i, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) is_read_again ? prefetch(next + b) : prefetch_once(next + b);
     next += bytes;
@@ -21,7 +21,7 @@ struct CachedRows {
   }
 };
 
-// Keys are turned in units of 32 bits, which have as many parts. Of bytes these are pairs of the even and of the odd ones.
+// Keys are transposed in units of 32 bits with kParts parts. For bytes these are pairs of the even and of the odd ones.
 template <class F, class Cache>
 constexpr int64_t kParts = sizeof(F) / sizeof(Cache);
 template <class F, class Cache>
@@ -31,11 +31,11 @@ inline vec part_of(vec units, int64_t part) {
   if (sizeof(Cache) == 1) return (vec)((halves)(part ? bits : bits << 8) >> 8);
   return (vec)(part ? bits & static_cast<int32_t>(0xffff0000) : bits << 16);
 }
-// Bytes are filled up to whole units, with whatever follows in the cache; a query has zeros there.
+// Bytes are extended to whole units with whatever follows in the cache; a query has zeros there.
 template <class Cache>
 inline int64_t padded_dim(int64_t head_dim) { return round_up(head_dim, 4 / sizeof(Cache)); }
 
-// square[j] = unit first_unit + j of W positions from i on, zeros where there are none. Returns how many units these have.
+// square[j] = unit first_unit + j of W positions from i on, zeros where there are none. Return the number of units.
 template <class Cache>
 [[gnu::always_inline]] inline int read_square(CachedRows<Cache>& rows, int64_t i, int64_t first_unit, int64_t num_units,
                                               vec* square) {
@@ -86,8 +86,8 @@ inline void lay_values(CachedRows<Cache>& rows, int64_t dim, float* values, int6
     }
 }
 
-// The two products of M rows, for which it is not worth while to write keys and values down as they are multiplied. Sums of
-// float32 are those of sum_tile, bit for bit.
+// The two products of M rows, which are too few to be worth writing keys and values in the layout of products. Sums of
+// float32 are the same as those of sum_tile, bit for bit.
 template <int M, class F, class Cache>
 inline void score_few(const SumArgs<F>& s, CachedRows<Cache>& rows) {
   constexpr int parts = kParts<F, Cache>;
@@ -140,8 +140,8 @@ inline void add_few(const SumArgs<F>& s, CachedRows<Cache>& rows, int64_t dim) {
   }
 }
 
-// x, of which `most` is the largest magnitude, as whole numbers of the unit that is returned: at most 127 * 256 of it, or as
-// many as `depth` products with bytes leave within 32 bits. Where x is not finite the unit is not. Works on whole 2 W.
+// x, with largest magnitude `most`, as integers of a unit that is returned: at most 127 * 256, or as many as `depth`
+// products with bytes leave within 32 bits. If x is not finite, neither is the unit. Processes whole groups of 2 W.
 inline float put_whole(const float* x, int64_t count, float most, int64_t depth, int16_t* to) {
   const auto limit = static_cast<float>(min(127 * 256, INT32_MAX / (127 * depth)));
   const float inverse = most > 1e-30f && most < INFINITY ? limit / most : 0.0f;
@@ -156,7 +156,7 @@ inline float put_whole(const float* x, int64_t count, float most, int64_t depth,
   return most / limit;
 }
 
-// Returns the row's unit.
+// Return the unit of the row.
 inline float put_query(const float* x, int64_t dim, bool, int16_t* to) {
   const float unit = put_whole(x, dim, magnitude(x, dim), dim, to);
   for (int64_t d = dim; d % 4; d++) to[d] = 0;
@@ -179,13 +179,13 @@ inline float put_query(const float* x, int64_t dim, bool is_rounded, float* to) 
   return 1.0f;
 }
 
-// Of a row's weights: how much they are together, and the bits of the largest that is multiplied with bytes.
+// The sum of the weights of a row, and the bits of the largest that is multiplied with bytes.
 struct Weighed {
   vec total = set1(0.0f);
   int_vec most = {};
 };
 
-// 2 W weights as they are multiplied.
+// 2 W weights in the layout of the product.
 template <class Cache>
 inline void put_weights(float* to, vec first, vec second, Weighed& all) {
   if (Factor<Cache>::is_rounded) first = round_to_bf16(first), second = round_to_bf16(second);

@@ -7,9 +7,9 @@
 
 namespace LLM_ISA {
 
-// What is multiplied depends on the cache. Float32: float32. Bf16: queries and weights are rounded to bf16, and where there
-// are products of pairs of these, keys and values lie in pairs, too, each pair in the place of a float32. Bytes: whole
-// numbers, those of queries and weights of 16 bits and a unit that a row has in common, all in pairs.
+// The types depend on the cache. float32: all is float32. bf16: queries and weights are rounded to bf16, and where
+// pairs can be multiplied, keys and values are in pairs, too, each in the place of a float32. Bytes: integers; those of
+// queries and weights have 16 bits and a unit for each row, all in pairs.
 template <class Cache>
 struct Factor {
   static constexpr bool is_rounded = sizeof(Cache) == 2;

@@ -1,4 +1,4 @@
-// A tile of what a linear layer of bf16 gives: some rows of x times two panels of a weight, by tile registers or by vectors
+// A tile of a bf16 linear layer: some rows of x times two panels of a weight, by tile registers or by vectors.
 #pragma once
 #include "tiles.h"
 #include "vec.h"
@@ -6,16 +6,16 @@
 #ifdef __AVX512BF16__
 namespace LLM_ISA {
 
-// A tile holds the sums of up to kPackedRows rows of x with two panels in registers. What it has come to after a chunk of
-// K (see linear.h) is added to sums in memory. An output is the same operations in the same order in every tile.
-// kDepth: columns at a time; behind the last, rows and panels have zeros.
+// A tile holds the sums of up to kPackedRows rows of x with two panels in registers. Its results after a chunk of K
+// (see linear.h) are added to sums in memory. An output is the same operations in the same order in every tile.
+// kDepth: columns at a time; rows and panels are padded with zeros.
 #ifdef LLM_TILES
 constexpr int kPackedRows = 2 * kTileHeight, kDepth = 32;
 #else
 constexpr int kPackedRows = 12, kDepth = 2;
 #endif
 
-// What a tile multiplies: rows of x from `x` on, and of two panels as many pairs of columns.
+// Operands of a tile: rows of x from `x` on, and as many pairs of columns of two panels.
 struct PackedTile {
   const uint16_t *x, *panels[2];
   int64_t x_stride, pairs;
@@ -24,7 +24,7 @@ struct PackedTile {
   bool is_first;         // sums begin here
 };
 
-// kAhead: of how many panels the next is fetched.
+// kAhead: after this many panels the next is prefetched.
 template <int kAhead>
 [[gnu::always_inline]] inline void fetch(const char* wanted) {
   kAhead == 2 ? prefetch_once(wanted) : prefetch(wanted);

@@ -22,16 +22,16 @@ struct LlmCall {
   int64_t num_bytes;  // of the record, this included
 };
 
-// `arrays`: inputs, then outputs, in the catalogue's order; `attributes` in its order, too. All return null, or what is
-// wrong, valid until the thread's next call.
+// `arrays`: inputs, then outputs, in the catalogue's order; `attributes` in its order, too. All return null, or an
+// error text that is valid until the thread's next call.
 
-// Checks types and shapes of the inputs and sets those of the outputs.
+// Check types and shapes of the inputs, and set those of the outputs.
 const char* llm_shapes(int32_t op, LlmArray* arrays, const double* attributes);
-// Also the conditions on sizes, and the values of ids.
+// Also check the conditions on sizes, and the values of ids.
 const char* llm_check(int32_t op, LlmArray* arrays, const double* attributes);
-// Runs the op. Call llm_check before.
+// Run the op. Call llm_check before.
 const char* llm_call(const LlmKernels* kernels, int32_t op, LlmArray* arrays, const double* attributes);
-// Writes the record of a call; null at `call`: sets num_bytes of `head` only.
+// Write the record of a call; with a null `call`, set only num_bytes of `head`.
 const char* llm_record(LlmCall* head, LlmArray* arrays, const double* attributes, void* call);
 }
 #pragma GCC visibility pop

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.ops.catalogue import CPU_OPS, OPS
-from engine.ops.cpu.library import Array, CallHead, c_library
+from engine.ops.cpu.library import CallHead, CArray, c_library
 from engine.ops.declaration import TYPES, Op
 
 DTYPES = ("float32", "uint16", "float16", "int8", "uint8", "int32")  # of numpy, in the order of TYPES
 NUMBER = {op.name: number for number, op in enumerate(CPU_OPS)}  # an LlmOp
-NOT_GIVEN = Array(rank=-1)
+NOT_GIVEN = CArray(rank=-1)
 assert len(DTYPES) == len(TYPES)
 
 
@@ -48,7 +48,7 @@ class Call:
             )
         self.op, self.number = op, NUMBER[op.name]
         self._attributes = (ctypes.c_double * len(names))(*[attributes[name] for name in names])
-        self._arrays = (Array * (len(op.inputs) + len(op.outputs)))()
+        self._arrays = (CArray * (len(op.inputs) + len(op.outputs)))()
         for index, declared in enumerate(op.inputs):
             operand = inputs[index] if index < len(inputs) else None
             if operand is None and not declared.is_optional:
@@ -84,10 +84,10 @@ class Call:
             self._arrays[index] = NOT_GIVEN
             return
         address, dtype, shape, is_packed = operand
-        if dtype.name not in DTYPES or len(shape) > len(Array().shape):
+        if dtype.name not in DTYPES or len(shape) > len(CArray().shape):
             name = self.op.inputs[index].name
             raise ArgumentError(f"{self.op.name}: {name} is {dtype} {list(shape)}, which no op takes")
-        self._arrays[index] = Array(address, DTYPES.index(dtype.name), len(shape), is_packed)
+        self._arrays[index] = CArray(address, DTYPES.index(dtype.name), len(shape), is_packed)
         self._arrays[index].shape[: len(shape)] = shape
 
     @staticmethod
@@ -97,7 +97,7 @@ class Call:
 
 
 def operand_of(op: str, name: str, array: np.ndarray | None) -> Operand | None:
-    """Raises ArgumentError for an array that is not dense."""
+    """Return the operand of an array. Raises ArgumentError if the array is not dense."""
     if array is None:
         return None
     if not array.flags.c_contiguous:

@@ -1,5 +1,5 @@
-// The tokens of one row that may be drawn. Most rows are peaked: a narrow window below the largest logit
-// holds all that top-k and top-p keep. It widens until it does, so no row is ever sorted.
+// Candidates of one row for sampling. Most rows are peaked: a narrow window below the largest logit holds all that
+// top-k and top-p keep. The window is widened until it does, so no row is ever sorted.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -18,7 +18,7 @@ class Candidates {
   void take_top(int64_t count, float floor);  // the likeliest, those below `floor` excepted
   void take_share(float share);               // at least those that hold this share of the row's weight
 
-  // The shortest run of the likeliest that reaches the share of their weight, or of the row's after take_share.
+  // The shortest run of the likeliest that reaches this share of their weight, or of the row's after take_share.
   void keep_share(float share);
 
   double total_of_all();

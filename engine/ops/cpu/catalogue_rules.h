@@ -1,4 +1,4 @@
-// What the generated rules of the catalogue are made of: how shapes are matched with symbols, and checks of values.
+// Building blocks of the generated rules of the catalogue: matching shapes with symbols, and checks of values.
 #pragma once
 #include <cstdint>
 #include <initializer_list>
@@ -41,14 +41,14 @@ std::string text_of(const Sizes& sizes, int64_t count, Size size) {
   return text + ")";
 }
 
-// Sets the symbols that are not known yet to the sizes that they stand for.
+// Set the symbols that are not known yet to the sizes that they stand for.
 inline void take(const LlmArray& array, int32_t rank, std::initializer_list<std::pair<int, int64_t*>> symbols) {
   if (array.rank != rank) return;
   for (const auto& [axis, s] : symbols)
     if (*s < 0) *s = array.shape[axis];
 }
 
-// Checks an array, and sets the symbols that follow from it.
+// Check an array, and set the symbols that follow from it.
 inline std::string fit(const char* name, const LlmArray& array, std::initializer_list<int32_t> types,
                        std::initializer_list<Axis> axes) {
   const auto rank = static_cast<int32_t>(axes.size());
@@ -105,7 +105,7 @@ inline std::string outside(const std::string& name, const int32_t* ids, int64_t 
   return {};
 }
 
-// What no declaration can express. A wrong number here would write into another request's cache, or outside of it.
+// Checks that no declaration can express. A wrong number here would write to another request's cache, or outside of it.
 template <class Args>
 std::string check_values(const Args&) {
   return {};

@@ -1,4 +1,4 @@
-// Products of whole numbers: 32 bits of each of W rows of a weight, a row a lane, by the same 32 bits of x
+// Products of integers: 32 bits of each of W rows of a weight, a row in each lane, by the same 32 bits of x.
 #pragma once
 #include "runtime.h"
 #include "vec.h"
@@ -45,8 +45,8 @@ struct Nibbles {
   static int_vec take(int_vec word, int s) { return word >> (4 * s) & (kAtOnce == 4 ? 0x0f0f0f0f : 0x000f000f); }
 };
 
-// The formats. Numbers of x are multiples, of up to kLargest, of a step that `group` of them have in common (or all of a
-// row). What is taken is too large by `origin`.
+// The formats. Numbers of x are multiples, up to kLargest, of a step that `group` of them share (or all of a row).
+// Codes are too large by `origin`.
 constexpr int kLargest = 127;
 struct Int8 : Bytes {
   static constexpr int64_t group = 64;
@@ -65,7 +65,7 @@ struct Int4 : Nibbles {
   static constexpr bool has_scale_of_row = false, has_group_scales = true, has_zeros = kHasZeros;
 };
 
-// x as codes, in the order in which those of a weight are taken.
+// x as codes, in the order in which the codes of a weight are read.
 template <class F>
 struct CodesOfX {
   code_x* codes;    // [rows, width]

@@ -1,4 +1,4 @@
-// The ops in which the ranks speak with one another; they return null, or what went wrong
+// Collective ops of the ranks. They return null or an error text.
 #pragma once
 #include "catalogue.h"
 #include "group.h"

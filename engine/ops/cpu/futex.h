@@ -1,4 +1,4 @@
-// Waiting for a word of memory to change
+// Waiting for a word of memory to change.
 #pragma once
 #include <linux/futex.h>
 #include <sched.h>
@@ -9,7 +9,8 @@
 #include <cstdint>
 #include <ctime>
 
-// Who waits looks and lets others have the core by turns for some 50 us, then sleeps: being woken costs that much.
+// A waiting thread polls and yields its core in turn for about 50 us, then sleeps, because waking it up costs that
+// much.
 constexpr int kLooks = 50, kYields = 40;
 
 inline void pause_briefly() {
@@ -20,7 +21,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// is_done() was seen within a while.
+// Return whether is_done() became true within that time.
 template <class IsDone>
 inline bool seen_awake(IsDone is_done) {
   for (int yields = 0; yields < kYields; yields++) {

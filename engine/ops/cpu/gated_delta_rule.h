@@ -121,7 +121,7 @@ struct DeltaHead {
     }
     copy_decays(true);
     base = static_cast<int64_t>(decay(0)[kOpenRows]) * kDeltaChunk;
-    // A request that has ended may compute its last position again, which nobody reads.
+    // A request that has ended may compute its last position again, which is not used.
     if (base > position || base + kOpenRows < position) base = position / kDeltaChunk * kDeltaChunk;
     if (position - base >= kDeltaChunk) catch_up(position - base);
   }

@@ -5,11 +5,11 @@
 
 namespace LLM_ISA {
 
-// From so many rows on the gates of a quantized weight are used where they are made. With few rows reading the weight is
-// what takes the time, which is faster from end to end.
+// From this many rows on, the gates of a quantized weight are used where they are computed. With few rows the time goes
+// into reading the weight, which is faster from end to end.
 constexpr int64_t kGatedRows = 64;
 
-// The swiglu of what `multiply` writes, [T, N].
+// The swiglu of the output of `multiply`, [T, N].
 template <class Args, class Multiply>
 void swiglu_of(const Args& a, Multiply multiply) {
   auto* both = static_cast<float*>(llm_scratch(6, sizeof(float) * static_cast<size_t>(a.T * a.N)));

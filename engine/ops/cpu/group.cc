@@ -1,13 +1,13 @@
 // Sums and concatenations over the ranks of a model.
 //
-// Within a host each rank lays its share into shared memory and raises its flag, waits for the flags of the others and
-// adds the shares up itself. A share lies in one of two places by turns: whoever writes the same place again has
-// seen all others come to the exchange between, so none of them still reads it. What is longer than a share goes in
-// chunks. Between hosts the first rank of each sends what its host brings to those of the others, and lays what it gets
-// where its host can read it.
+// Within a host each rank writes its share to shared memory and raises its flag, waits for the flags of the others and
+// adds up the shares itself. Shares alternate between two places: a rank that writes to a place again has seen all
+// others arrive at the exchange in between, so none of them still reads it. Data longer than a share is sent in chunks.
+// Between hosts the first rank of each sends the block of its host to the first ranks of the others, and writes the
+// blocks that it receives to memory that its host can read.
 //
-// Sums are in the order of the ranks, with several hosts first within each host and then in the order of hosts. A
-// value's sum is never cut another way, so its bits depend on nothing else in the step.
+// Sums are in rank order; with several hosts, first within each host and then in host order. The sum of a value is
+// never split differently, so its bits depend on nothing else in the step.
 #include "group.h"
 
 #include <algorithm>
@@ -77,15 +77,15 @@ class Group {
     }
   }
 
-  // The other hosts see it by their connections.
+  // The other hosts notice it by their connections.
   void abort() {
     memory_.abort();
     peers_.shut_down();
   }
 
  private:
-  // What all bring, in the order in which it is added: of each rank, or of each host if there are several and it is
-  // to be added. Valid until the next exchange.
+  // The shares in the order in which they are added: of each rank, or of each host if there are several hosts and the
+  // call is a sum. Valid until the next exchange.
   Shares exchange(const Call& call, const float* x, int64_t size) {
     memory_.check();
     exchange_++;
@@ -122,8 +122,8 @@ class Group {
     return all;
   }
 
-  // Each rank adds up one part, lays it in its own share, of which nobody else reads that part, and copies those of
-  // the others. With many ranks that moves a fraction of the memory: four on two cores are done a quarter sooner.
+  // Each rank adds up one part, writes it to its own share, where no other rank reads that part, and copies the parts
+  // of the others. With many ranks this moves a fraction of the memory: four ranks on two cores are a quarter faster.
   void add_up_together(const Shares& shares, float* y, int64_t size) {
     const auto start_of = [&](int64_t rank) { return rank * size / ranks_; };
     add_up(shares, y, start_of(rank_), start_of(rank_ + 1));
@@ -133,7 +133,7 @@ class Group {
       std::copy(shares[rank] + start_of(rank), shares[rank] + start_of(rank + 1), y + start_of(rank));
   }
 
-  // Returns when all ranks of this host have come here.
+  // Returns when all ranks of this host have arrived.
   void meet() {
     turn_++;
     memory_.raise(memory_.flag(rank_), turn_);
@@ -148,7 +148,7 @@ class Group {
 
 std::unique_ptr<Group> group;
 
-// What the C functions return.
+// Return values of the C functions.
 template <class Body>
 const char* trouble_of(Body body) {
   thread_local std::string text;

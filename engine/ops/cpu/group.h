@@ -1,4 +1,4 @@
-// The ranks of one model: the ops in which processes speak with one another. Plain C, as kernels.h.
+// The ranks of one model: the ops by which processes communicate. Plain C, as kernels.h.
 // A process has at most one group, and calls the ops from one thread at a time.
 #pragma once
 #include <cstdint>
@@ -12,7 +12,7 @@ struct LlmMembership {
   const int32_t* peer_fds;  // [num_hosts] connections of the first rank of a host to those of the others, its own -1
 };
 
-// The functions that return text return null, or what went wrong; it is valid until the thread's next call.
+// Functions that return text return null or an error, which is valid until the thread's next call.
 int64_t llm_shared_memory_bytes(int64_t num_hosts, int64_t ranks_per_host);
 const char* llm_join(const LlmMembership* membership);
 void llm_leave();

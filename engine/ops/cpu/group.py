@@ -1,8 +1,9 @@
-"""This process as one rank of a model: joins the group in which `all_reduce` and `all_gather` speak.
+"""Process group: this process is one rank of a model and joins the group in which `all_reduce` and `all_gather`
+communicate.
 
-Memory and connections come from whoever starts the ranks; this module starts nothing and looks for nobody. Not MPI:
-it needs mpirun where hosts are started one by one, a rank that waits keeps a core busy, and the order of its sums
-changes with their length.
+The process that starts the ranks passes memory and connections to them; this module starts no processes and opens no
+connections. It does not use MPI, which needs mpirun where hosts are started one by one, keeps a core busy while a rank
+waits, and adds numbers up in an order that depends on their count.
 """
 
 from __future__ import annotations
@@ -25,15 +26,14 @@ class Membership:
 
     rank: int
     num_ranks: int
-    shared_memory_fd: (
-        int  # of create_shared_memory, the same on all ranks of a host; may be closed once they have joined
-    )
+    # Result of create_shared_memory, the same on all ranks of a host. It may be closed once they have joined.
+    shared_memory_fd: int
     num_hosts: int = 1
     peers: tuple[socket.socket, ...] = ()  # of a host's first rank: to those of the other hosts, in the hosts' order
 
     @classmethod
     def alone(cls) -> Membership:
-        """A rank that has nobody to join."""
+        """Return the membership of a single rank, which joins no group."""
         return cls(0, 1, -1)
 
     @property
@@ -61,15 +61,18 @@ class _Membership(ctypes.Structure):
 
 
 def create_shared_memory(num_ranks: int, num_hosts: int = 1) -> int:
-    """A file descriptor of memory for the ranks of one host and one life of their group. It has no name in any
-    folder: it goes when the last process that holds it does, however that ends."""
+    """Return a file descriptor of the memory that the ranks of one host share during one life of their group. It has no
+    name in any folder and disappears with the last process that holds it, however that process ends.
+    """
     fd = os.memfd_create("llm_group", os.MFD_CLOEXEC)
     os.ftruncate(fd, c_library().llm_shared_memory_bytes(num_hosts, num_ranks // num_hosts))
     return fd
 
 
 def join(membership: Membership) -> None:
-    """From now on the ops of this process are those of a rank. All ranks call the same ops in the same order."""
+    """Join the group. From now on the ops of this process are those of a rank. All ranks call the same ops in the same
+    order.
+    """
     host, local_rank = divmod(membership.rank, membership.ranks_per_host)
     fds = [peer.fileno() for peer in membership.peers]
     for peer in membership.peers:
@@ -87,19 +90,20 @@ _joined: list[Membership] = []
 
 
 def leave() -> None:
-    """This process is alone again. For a group that has ended, or before the process does."""
+    """Leave the group, after it has ended or before this process does."""
     c_library().llm_leave()
     _joined.clear()
 
 
 def abort(shared_memory_fd: int) -> None:
-    """Ends the group: a rank of this host that waits for another one, or will, raises within a tenth of a second.
-    For any process that holds the memory."""
+    """End the group: each rank of this host that waits for another one, or will, raises within a tenth of a second. Any
+    process that holds the memory may call it.
+    """
     os.pwrite(shared_memory_fd, (1).to_bytes(4, "little"), 0)
 
 
 def notice_silence(peer: socket.socket) -> None:
-    """A host that loses its power says nothing: ask it now and then whether it is still there."""
+    """Enable TCP keep-alive, because a host that loses its power does not close its connections."""
     if peer.family not in (socket.AF_INET, socket.AF_INET6):
         return
     options = {"TCP_KEEPIDLE": SILENCE_S // 3, "TCP_KEEPINTVL": SILENCE_S // 3, "TCP_KEEPCNT": 2}

@@ -1,4 +1,4 @@
-// rms_norm of every query head with q_weight, of every key head with k_weight; values are copied
+// rms_norm of every query head with q_weight and of every key head with k_weight; values are copied.
 #pragma once
 #include <cstring>
 

@@ -10,7 +10,7 @@
 namespace LLM_ISA {
 namespace {
 
-// An op as its structure says, for the table.
+// Run an op on its structure, for the table.
 template <class Args, class Op>
 const char* call(const void* args, Op op) {
   if constexpr (std::is_void_v<decltype(op(*static_cast<const Args*>(args)))>) {

@@ -19,12 +19,12 @@ struct LlmAddProduct {
 
 struct LlmKernels {
   const char* isa;
-  // The ops of the catalogue by their numbers, on their structures. They return null, or what went wrong between ranks.
+  // The ops of the catalogue by their numbers, on their structures. They return null or an error of the group.
   const char* (*ops[kNumOps])(const void* args);
-  // Puts bf16 [num_out, width] where `linear` reads it fastest. Returns how many elements that are, 0 where there is no
-  // such order; packed null: does no more.
+  // Write bf16 [num_out, width] in the order that `linear` reads fastest. Return the number of elements, or 0 if there
+  // is no such order. With a null `packed`, only return the number.
   int64_t (*pack_weight)(const uint16_t* weight, uint16_t* packed, int64_t num_out, int64_t width);
-  // Of [num_rows, row_bytes], units of 4 bytes, or 2, of 32 rows side by side: [num_rows / 32, row_bytes / unit, 32].
+  // [num_rows, row_bytes] in units of 4 bytes, or 2, of 32 rows side by side: [num_rows / 32, row_bytes / unit, 32].
   void (*pack_rows)(const void* rows, int64_t num_rows, int64_t row_bytes, int64_t unit, void* packed);
   void (*add_product)(const LlmAddProduct* args);
   // Passes over a row of logits, for the sampler.
@@ -33,7 +33,7 @@ struct LlmKernels {
   // weights[i] = exp((x[i] - largest) * factor)
   void (*weigh)(const float* x, float* weights, int64_t size, float largest, float factor);
   double (*add_up)(const float* x, int64_t size);
-  // How many x[i] are >= threshold: with their ids, ascending; with the sum of their weights.
+  // Count x[i] >= threshold: with their ids, ascending; with the sum of their weights.
   int64_t (*at_least)(const float* x, int64_t size, float threshold, int32_t* ids);
   int64_t (*weight_at_least)(const float* x, const float* weights, int64_t size, float threshold,
                              double* weight);
@@ -54,9 +54,9 @@ struct LlmSampling {
   int64_t max_logprobs;
 };
 
-// By name, or null for the best one; null where this machine or this build has no such table.
+// Return the table of a name, or the best one for null; null if this machine or this build has no such table.
 const LlmKernels* llm_kernels(const char* isa);
-// Names of all tables in this build, best first, as "avx2,portable"; those the machine can run, or all.
+// Names of all tables in this build, best first, as "avx2,portable"; either those that the machine can run, or all.
 const char* llm_isas(int only_supported, int only_built);
 // For each row of logits [rows, vocab].
 void llm_sample(const LlmKernels* kernels, const float* logits, int64_t rows, int64_t vocab,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.ops.cpu.calls import NUMBER, ArgumentError, call_of
-from engine.ops.cpu.library import Counts, Sampling
+from engine.ops.cpu.library import Counts, CSampling
 from engine.ops.sampling_rows import ROW, SampledRows, SamplingRows
 
 F32, BF16, I32, U32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.uint32)
@@ -20,7 +20,9 @@ PANEL = 32  # rows of a weight that are packed side by side
 
 
 def need(op: str, name: str, array: np.ndarray, shape: tuple[int | None, ...], *dtypes: np.dtype) -> int:
-    """The array's address, once it is known to be what the kernel reads."""
+    """Check that the array has the shape and one of the types that the kernel reads. Return its address. Raises
+    ArgumentError.
+    """
     if array.shape != shape and (
         array.ndim != len(shape)
         or any(wanted is not None and wanted != size for wanted, size in zip(shape, array.shape, strict=True))
@@ -70,7 +72,7 @@ class CpuOps:
         return num_matrices * -(-rows // PANEL) * PANEL * -(-width * itemsize // 4) * 4
 
     def pack(self, op: str, rows: np.ndarray, packed: np.ndarray, num_matrices: int = 1) -> None:
-        """Put it into that order, where `packed` begins."""
+        """Write `rows` to `packed` in that order."""
         of_each = self.packed_bytes(op, rows.shape, rows.itemsize, num_matrices) // num_matrices
         address, unit = packed.ctypes.data, 2 if rows.dtype == BF16 else 4
         for matrix in np.split(rows, num_matrices):
@@ -125,6 +127,6 @@ class CpuOps:
         if rows.given is not None:
             need_ids("sample", "given", rows.given, vocab)
         addresses |= {field.name: getattr(results, field.name).ctypes.data for field in fields(SampledRows)}
-        args = Sampling(**addresses, max_logprobs=rows.max_logprobs)
+        args = CSampling(**addresses, max_logprobs=rows.max_logprobs)
         self._lib.llm_sample(self._table, logits_at, num_rows, vocab, ctypes.byref(args))
         return results

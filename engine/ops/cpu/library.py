@@ -34,7 +34,7 @@ class Kernels(ctypes.Structure):
     ]
 
 
-class Array(ctypes.Structure):
+class CArray(ctypes.Structure):
     """`LlmArray` of calls.h."""
 
     _fields_ = [
@@ -50,7 +50,7 @@ class CallHead(ctypes.Structure):
     _fields_ = [("op", c_int32), ("of_logits", c_int32), ("num_bytes", c_int64)]
 
 
-class Sampling(ctypes.Structure):
+class CSampling(ctypes.Structure):
     """`LlmSampling` of kernels.h: the fields of SamplingRows, then those of SampledRows."""
 
     _fields_ = [
@@ -59,7 +59,7 @@ class Sampling(ctypes.Structure):
     ]
 
 
-class Pair(ctypes.Structure):
+class CAdapterPair(ctypes.Structure):
     """`LlmPair` of program.h."""
 
     _fields_ = [
@@ -68,7 +68,7 @@ class Pair(ctypes.Structure):
     ]
 
 
-class Group(ctypes.Structure):
+class CAdapterRows(ctypes.Structure):
     """`LlmGroup` of program.h."""
 
     _fields_ = [("pair", c_void_p), ("end", c_void_p), ("rows", c_void_p * 2), ("num_rows", c_int64 * 2)]
@@ -91,7 +91,7 @@ def c_library() -> ctypes.CDLL:
     lib.llm_isas.argtypes, lib.llm_isas.restype = [c_int, c_int], c_char_p
     lib.llm_num_threads.restype = c_int
     lib.llm_set_num_threads.argtypes, lib.llm_set_num_threads.restype = [c_int], None
-    lib.llm_sample.argtypes = [POINTER(Kernels), c_void_p, c_int64, c_int64, POINTER(Sampling)]
+    lib.llm_sample.argtypes = [POINTER(Kernels), c_void_p, c_int64, c_int64, POINTER(CSampling)]
     lib.llm_sample.restype = None
     lib.llm_run.argtypes, lib.llm_run.restype = [POINTER(Kernels), c_void_p, c_int64, POINTER(Counts)], c_char_p
     for function in (lib.llm_shapes, lib.llm_check):

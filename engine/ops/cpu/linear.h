@@ -6,9 +6,9 @@
 
 namespace LLM_ISA {
 
-// Along K a row is cut into chunks. In each, one output is one vector of partial sums that is added up at its end;
-// then come the chunks, in their order. These are the same operations in the same order whatever tile an output was
-// computed in, so a token's result does not depend on its neighbours.
+// A row is cut into chunks along K. In each chunk, one output is one vector of partial sums that is added up at its
+// end; then the chunks are added in their order. These are the same operations in the same order in whatever tile an
+// output is computed, so the result of a token does not depend on its neighbours.
 constexpr int64_t kChunk = 1280;  // so that as many rows as a tile has, of x and of the weight, fit into the L1 cache
 
 inline int64_t chunk_size(int64_t width) {
@@ -28,8 +28,8 @@ struct LinearArgs {
   float* y;
 };
 
-// Rows t .. t_end of x times rows n .. n_end of the weight, and where the rows lie that are wanted next (or null): they
-// are fetched while these are multiplied, or every panel would begin with a wait.
+// Rows t .. t_end of x times rows n .. n_end of the weight, and the address of the rows that are needed next (or null).
+// These are prefetched during the multiplication, or every panel would begin with a wait.
 struct Panel {
   int64_t t, t_end, n, n_end;
   const char* next;
@@ -41,7 +41,7 @@ struct Chunk {
   bool is_last() const { return index == num_chunks - 1; }
 };
 
-// What becomes of outputs (t .. t + M, n .. n + N) after a chunk's sums.
+// The use of outputs (t .. t + M, n .. n + N) after the sums of a chunk.
 template <int M, int N, class X>
 inline void add_to_outputs(const LinearArgs<X>& a, int64_t t, int64_t n, const Chunk& chunk,
                            const Totals<M, N, X>& totals) {
@@ -92,7 +92,7 @@ inline void tile(const LinearArgs<X>& a, const Weight& weight, const Panel& p, i
   add_to_outputs<M, N>(a, t, n, chunk, Totals<M, N, X>(sums));
 }
 
-// One pass of M rows of x over the panel in one chunk. Of `num_passes`, each fetches its share of what comes next.
+// One pass of M rows of x over the panel in one chunk. Each of `num_passes` prefetches its share of the next rows.
 template <int M, class X, class Weight>
 inline void pass(const LinearArgs<X>& a, const Weight& weight, const Panel& p, int64_t t, int64_t num_passes,
                  const Chunk& chunk) {
@@ -137,7 +137,7 @@ struct Pieces {
   int64_t first, end;
 };
 
-// A share of those that nobody has taken; the last ones come one by one, so that nobody waits long.
+// A share of the pieces that are not taken yet. The last ones are taken one by one, so that no thread waits long.
 inline Pieces some_pieces(int64_t* taken, int64_t count, int threads) {
   int64_t first = __atomic_load_n(taken, __ATOMIC_RELAXED), end;
   do end = first + 1 + (count - first) / (4 * threads);
@@ -146,8 +146,8 @@ inline Pieces some_pieces(int64_t* taken, int64_t count, int threads) {
 }
 
 // body(i, next) for each of the pieces that a thread gets; it does `next` after i, which is `count` behind the last.
-// Whoever is free takes some more, many at first, as memory is read faster on and on. looks_ahead: even before its own
-// are done, so that `next` is known; of few pieces other threads then get none. Without it `next` is i + 1.
+// A free thread takes more pieces, many at first, because consecutive memory is read faster. looks_ahead: even before
+// its own are done, so that `next` is known; of few pieces other threads then get none. Without it `next` is i + 1.
 template <class Body>
 inline void take_pieces(int64_t* taken, int64_t count, int threads, bool looks_ahead, Body body) {
   Pieces mine = some_pieces(taken, count, threads);
@@ -161,11 +161,11 @@ inline void take_pieces(int64_t* taken, int64_t count, int threads, bool looks_a
 template <class X, class Weight>
 void multiply(const LinearArgs<X>& a, const Weight& weight) {
   const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(X));
-  // A panel that is passed once need not stay in a cache, and its rows are best read from end to end.
+  // A panel that is read once need not stay in a cache, and its rows are best read from end to end.
   const bool is_read_once = a.rows <= kTileRows && num_chunks_of(a.width) > 1;
   const int64_t cols = is_read_once ? Weight::columns(a.rows) : round_up(kPanelBytes / row_bytes + 1, kTileSums);
   const int64_t num_panels = (a.num_out + cols - 1) / cols;
-  const int64_t wanted = 4 * llm_num_threads();  // pieces, so that nobody waits long for the last
+  const int64_t wanted = 4 * llm_num_threads();  // pieces, so that no thread waits long for the last one
   const int64_t cuts = num_panels >= wanted ? 1 : min(wanted / num_panels + 1, a.rows / 64 + 1);
   const int64_t rows = round_up((a.rows + cuts - 1) / cuts, kTileRows);
   const int64_t count = a.rows > 0 ? num_panels * cuts : 0;
@@ -186,7 +186,7 @@ inline void linear(const float* x, const float* weight, const float* bias, float
   multiply(LinearArgs<float>{x, rows, width, num_out, bias, y}, Stored<float, float>{weight, width});
 }
 
-// Every `step` elements of a row begin anew; what lies between two rows is zero.
+// Every `step` elements of a row begin a new one; the elements between two rows are zero.
 inline bf16_x* rounded_rows(const float* x, int64_t rows, int64_t width, int64_t step = 1) {
   const int64_t stride = round_up(width, step);
   auto* rounded = static_cast<bf16_x*>(llm_scratch(0, sizeof(bf16_x) * static_cast<size_t>(rows * stride)));

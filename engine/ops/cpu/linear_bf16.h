@@ -12,8 +12,8 @@ struct Bf16Weight {
 };
 
 #ifdef __AVX512BF16__
-// With products of pairs the weight is wanted in panels of W rows, in a panel a pair of columns after the other: then
-// lanes lie along N, no sum has to be added up across them, and a panel is read from end to end.
+// For products of pairs the weight is stored in panels of W rows, within a panel one pair of columns after the other:
+// then lanes are along N, no sum has to be added up across them, and a panel is read from end to end.
 
 constexpr int64_t kRowsBytes = 400 << 10;  // of x that stay in the L2 cache while the panels pass
 constexpr int64_t kAheadBytes = 4096;      // how far ahead of its use a weight is asked for, where it is used once
@@ -64,7 +64,7 @@ struct PackedArgs {
 #else
   int64_t first_row(int64_t tile) const { return tile * rows / num_tiles(); }  // tiles are as even as can be
 #endif
-  // Panels come in pairs, one of each half: gates and what they are multiplied with. Behind both the next pair lies.
+  // Panels come in pairs, one from each half: gates and gated values. The next pair follows both.
   int64_t num_pairs() const { return (num_out + 2 * W - 1) / (2 * W); }
   int64_t first_of(int64_t pair, int v) const { return (pair + v * num_pairs()) * W; }
 };
@@ -90,7 +90,8 @@ inline void write_outputs(const PackedArgs& a, int64_t pair, int64_t t, int64_t 
   }
 }
 
-// Where a panel of a pair lies, made first if need be. An odd number of panels ends in a pair of twice the same.
+// Return the address of a panel of a pair, packing it first if needed. An odd number of panels ends in a pair of twice
+// the same panel.
 inline const uint16_t* panel_of(const PackedArgs& a, int64_t pair, int v) {
   const int64_t n = a.first_of(pair, v) < a.num_out ? a.first_of(pair, v) : a.first_of(pair, 0);
   if (a.is_packed) return a.weight + n * a.stride();
@@ -99,13 +100,13 @@ inline const uint16_t* panel_of(const PackedArgs& a, int64_t pair, int v) {
   return panels + v * a.panel_size();
 }
 
-// Two panels, and those that are wanted next.
+// A pair of panels, and the pair that is read next.
 struct PanelPair {
   const uint16_t *panels[2], *next[2];
 };
 
-// sums = tiles first .. end of the rows times a pair of panels. What comes next is fetched as it is needed: by the first
-// tiles, a chunk ahead and at last what `next` begins with, or where there is but one tile a little ahead of the reading.
+// sums = tiles first .. end of the rows times a pair of panels. The next data is prefetched as it is needed: by the first
+// tiles, a chunk ahead, and finally the beginning of `next`; if there is one tile only, a little ahead of the reading.
 inline void multiply_pair(const PackedArgs& a, const PanelPair& p, int64_t first, int64_t end, float* sums,
                           TileRegisters& registers) {
   const int64_t t = a.first_row(first), size = chunk_size(a.width), num_chunks = num_chunks_of(a.width);

@@ -32,7 +32,7 @@ inline uint16_t bf16_of_fp8(uint8_t number, float scale) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// The engine widens the weight when it loads a graph; this is for Paddle and the tests.
+// The engine widens the weight when it loads a graph; this function is for Paddle and the tests.
 inline void linear_fp8(const LlmLinearFp8& a) {
   auto* wide = static_cast<uint16_t*>(llm_scratch(6, sizeof(uint16_t) * static_cast<size_t>(a.N * a.K)));
   for (int64_t n = 0; n < a.N; n++)

@@ -1,4 +1,4 @@
-// How the rows of a weight are read
+// Readers of the rows of a weight.
 #pragma once
 #include "product.h"
 
@@ -11,7 +11,7 @@ constexpr int kTileRows = 8, kTileSums = 24;
 constexpr int kTileRows = 4, kTileSums = 12;
 #endif
 
-// Elements of type T one after another. X: what they are multiplied with.
+// Elements of type T one after another. X is the type of the other operand.
 template <class X, class T>
 struct Stored {
   const T* data;

@@ -1,5 +1,5 @@
-// [num_rows, row_bytes] as panels [num_rows / kPanel, row_bytes / unit, kPanel]: with a row in each lane no sum has to be
-// added up across them, and memory is read from end to end
+// [num_rows, row_bytes] as panels [num_rows / kPanel, row_bytes / unit, kPanel]: with a row in each lane no sum has to
+// be added up across lanes, and memory is read from end to end.
 #pragma once
 #include "kernels.h"
 #include "parallel.h"
@@ -10,9 +10,9 @@ namespace LLM_ISA {
 constexpr int64_t kPanel = 32;
 constexpr int64_t kGatedOutputs = 2 * kPanel;  // a gated product takes an N that is a multiple of this
 
-// A linear layer whose weight is stored with 8 or 4 bits an element. K: the width of x; K' is K, rounded up to 128. What is
-// packed has been put by pack_rows where it is read fastest: the weight, and the scale and zero that go with two codes a
-// byte.
+// A linear layer whose weight is stored with 8 or 4 bits per element. K: the width of x; K' is K, rounded up to 128.
+// The packed arrays are in the order of pack_rows, which is read fastest: the weight, and for two codes a byte also the
+// scale and the zero.
 struct QuantizedLinear {
   const float* x;      // [T, K]
   const void* weight;  // int8 [N, K], or uint8 [N, K' / 2]: two codes a byte
@@ -30,7 +30,7 @@ constexpr int64_t units_of(int64_t bytes) {
   return (bytes + static_cast<int64_t>(sizeof(Unit)) - 1) / static_cast<int64_t>(sizeof(Unit));
 }
 
-// The panel that begins with row n; its rows, and their number, are filled up with zeros.
+// The panel that begins with row n. It is padded with rows of zeros.
 template <class Unit>
 inline void pack_panel(const char* rows, int64_t num_rows, int64_t row_bytes, int64_t n, Unit* panel) {
   const int64_t units = units_of<Unit>(row_bytes);
@@ -52,7 +52,7 @@ inline void pack_rows(const void* rows, int64_t num_rows, int64_t row_bytes, voi
   });
 }
 
-// Panel `index` of the weight, or of what belongs to it; one that is not packed is, into scratch memory.
+// Panel `index` of the weight, or of its scale or zero; one that is not packed is packed into scratch memory.
 template <class Unit>
 inline const Unit* panel_of(const QuantizedLinear& a, const void* rows, int64_t row_bytes, int64_t index, int slot) {
   const int64_t size = kPanel * units_of<Unit>(row_bytes);

@@ -1,4 +1,5 @@
-// The catalogue as Paddle custom operators `llm_<op>`. What differs from op to op is generated (catalogue_paddle.h).
+// The catalogue as Paddle custom operators `llm_<op>`. The code that differs between ops is generated
+// (catalogue_paddle.h).
 #include <cstdlib>
 #include <string>
 #include <type_traits>
@@ -73,7 +74,7 @@ Shape shape_of(const LlmArray& array) { return {array.shape, array.shape + array
 
 void must(const char* trouble) { PD_CHECK(!trouble, trouble); }
 
-// Outputs with memory of their own; an input that is updated in place is none.
+// Outputs with memory of their own; an input that is updated in place is not among them.
 template <int32_t op, class... Inputs>
 std::vector<Tensor> kernel(Inputs... inputs) {
   Given given = given_of(inputs...);

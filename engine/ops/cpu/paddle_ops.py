@@ -14,8 +14,9 @@ from engine.ops.declaration import Op
 
 @functools.cache
 def register_paddle_ops() -> SimpleNamespace:
-    """Registers the ops, once a process. The result's functions have the signatures of `engine.ops.reference`
-    and take Paddle tensors, or variables of a graph that is being exported."""
+    """Register the ops with Paddle, once in a process. The functions of the result have the signatures of
+    `engine.ops.reference` and take Paddle tensors, or variables of a graph that is being exported.
+    """
     library = build.library(build.PADDLE_OPS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no ccache: we do not compile with this module

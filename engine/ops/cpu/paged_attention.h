@@ -66,7 +66,8 @@ struct Block {
   int64_t start;  // its first position
 };
 
-// 2 W numbers of a row from lane i on, n of which are wanted: scores -> weights; of bytes times the scales of the values.
+// 2 W numbers of a row from lane i on, of which n are used: scores -> weights; for bytes times the scales of the
+// values.
 template <class Cache>
 [[gnu::always_inline]] inline void weigh(const RowsOf<Cache>& r, int64_t row, int64_t i, int64_t n, Weighed& all) {
   const int64_t at = row * r.key_width + i;
@@ -136,7 +137,7 @@ constexpr int kFewRows = 8;
 constexpr int kFewRows = 4;
 #endif
 
-// few(M) for the number of rows, or many() where they are more.
+// few(M) for the number of rows, or many() if there are more.
 template <int M = kFewRows, class Few, class Many>
 inline void by_rows(int64_t rows, Few few, Many many) {
   if (rows > M)

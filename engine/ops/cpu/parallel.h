@@ -1,4 +1,4 @@
-// for i in 0 .. count: body(i), on all threads where the work is worth waking them
+// for i in 0 .. count: body(i), on all threads if the work is worth waking them.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,7 @@ namespace LLM_ISA {
 
 constexpr int64_t kSerialWork = 32768;  // elements touched; below this one thread is done sooner
 
-// Pieces of `grain` go to whoever is free: the cores are shared with other processes.
+// Pieces of `grain` go to the threads that are free, because the cores are shared with other processes.
 template <class Body>
 inline void parallel_for(int64_t count, int64_t grain, int64_t work, Body body) {
   const int threads = work < kSerialWork || count <= grain ? 1 : llm_num_threads();

@@ -21,7 +21,7 @@ std::string text(const Call& call) {
   throw std::runtime_error("the connection to host " + std::to_string(host) + " is lost: " + reason);
 }
 
-// What send or recv has done; nothing if it would have had to wait.
+// Result of send or recv; 0 if it would have had to wait.
 size_t done_or_throw(ssize_t done, size_t host) {
   if (done < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) lost(host, std::strerror(errno));
   return static_cast<size_t>(std::max<ssize_t>(done, 0));
@@ -44,7 +44,7 @@ void Peers::shut_down() const {
     if (fd >= 0) shutdown(fd, SHUT_RDWR);
 }
 
-// Sends and receives at once: two that send first could each wait for the other to receive.
+// Send and receive at the same time, because two hosts that send first could each wait for the other to receive.
 void Peers::swap_blocks(size_t bytes) const {
   const size_t hosts = fds_.size();
   std::vector<size_t> sent(hosts), received(hosts);

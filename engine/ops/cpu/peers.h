@@ -10,7 +10,7 @@ class Peers {
  public:
   Peers(const SharedMemory& memory, const LlmMembership& membership);
 
-  // Sends this host's block of the memory to the others and lays theirs beside it. All blocks have `bytes` bytes.
+  // Send this host's block of the memory to the others and store theirs next to it. All blocks have `bytes` bytes.
   void swap_blocks(size_t bytes) const;
   void shut_down() const;
 
@@ -23,5 +23,5 @@ class Peers {
   std::vector<int> fds_;  // -1 for this host; none on a rank that is not the first
 };
 
-// Throws if two that meet are not at the same op: their turns would count as one another's.
+// Throws if two connected hosts are not at the same op, because their turns would be confused.
 void must_be_alike(const Call& mine, const Call& other, const char* who, int64_t number);

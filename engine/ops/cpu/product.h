@@ -1,4 +1,4 @@
-// sums += x * weight, a vector of both at a time, for each type that x is multiplied in
+// sums += x * weight, one vector of both at a time, for each type in which x is multiplied.
 #pragma once
 #include "vec.h"
 
@@ -42,7 +42,7 @@ inline void round_row(const float* x, float* rounded, int64_t cols) {
 }
 #endif
 
-// The first N lanes as in memory, in the narrowest vectors that hold them: a wide one would lie across two cache lines.
+// The first N lanes as in memory, in the narrowest vectors that hold them: a wide one would cross two cache lines.
 template <int N>
 inline vec load_few(const float* p) {
 #ifdef __AVX512F__
@@ -52,12 +52,12 @@ inline vec load_few(const float* p) {
   return load_first(p, N);
 #endif
 }
-// What M rows of N vectors add up to, in the order of sum().
+// The sums of M rows of N vectors, in the order of sum().
 template <int M, int N, class X>
 struct Totals {
   using SumVec = typename Dot<X>::sum_lanes;
 #ifdef __AVX512F__
-  // As many rows as fit lie in each vector, for what is stored in one piece can be read back in parts, not across.
+  // Each vector holds as many rows as fit, because data that is stored in one piece can be loaded in parts, not across.
   static constexpr int kRows = 16 / N, kVecs = (M + kRows - 1) / kRows;
   SumVec totals[kVecs];
   [[gnu::always_inline]] inline explicit Totals(const SumVec* sums) {  // or the sums would not stay in registers

@@ -9,7 +9,7 @@ struct StepSizes {
   int64_t T, S, B, max_blocks;
 };
 
-// What adapters add to.
+// The output that adapters add to.
 struct Product {
   const float* x;
   float* y;
@@ -26,8 +26,8 @@ float* room_for(int slot, int64_t count) {
   return static_cast<float*>(llm_scratch(slot, sizeof(float) * static_cast<size_t>(count)));
 }
 
-// What the adapters add to a linear call that was made. A row's sums are float32 and have the same order whichever rows
-// are beside it.
+// Contribution of the adapters to a linear call. The sums of a row are float32 and have the same order whichever rows
+// are next to it.
 void adapt(const LlmKernels& k, const Product& p, int64_t index, int of_logits, const LlmCounts& counts) {
   for (LlmGroup* g = counts.groups; g < counts.groups + counts.num_groups; g++) {
     const int32_t* rows = g->rows[of_logits];

@@ -1,4 +1,4 @@
-// A graph as a list of calls of the kernels, which a step makes from the first to the last. Plain C, as kernels.h.
+// A graph as a list of kernel calls, which a step runs from the first to the last. Plain C, as kernels.h.
 #pragma once
 #include <cstdint>
 
@@ -7,14 +7,14 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-// What an adapter adds to a linear call: y[t, first + n] += sum_r (sum_k x[t, k] * a[r, k]) * b[r, n].
+// Contribution of an adapter to a linear call: y[t, first + n] += sum_r (sum_k x[t, k] * a[r, k]) * b[r, n].
 struct LlmPair {
   int64_t call;           // which of the calls, by its place
   int64_t rank, first, num_out;
   const float *a, *b;     // [rank, width of x], [rank, num_out]
 };
 
-// The rows of a step that have one adapter: among the tokens, and among those of which logits are wanted.
+// The rows of a step with one adapter: among the tokens, and among those whose logits are needed.
 struct LlmGroup {
   const LlmPair *pair, *end;  // in the order of their calls; `pair` moves on with these
   const int32_t* rows[2];     // ascending
@@ -27,7 +27,7 @@ struct LlmCounts {
   int64_t num_groups;
 };
 
-// `calls`: records one after another. Returns null, or what went wrong between the ranks.
+// `calls`: records one after another. Return null or an error of the group.
 const char* llm_run(const LlmKernels* kernels, void* calls, int64_t num_bytes, const LlmCounts* counts);
 }
 #pragma GCC visibility pop

@@ -11,7 +11,7 @@ namespace LLM_ISA {
 
 constexpr int64_t kRowsOfPiece = 512;  // whose results stay in the L2 cache until they are complete
 
-// Rows t .. t_end in tiles that are as even as can be.
+// Rows t .. t_end in tiles of nearly equal size.
 template <class F>
 inline void multiply_tiles(const QuantizedArgs<F>& q, Tile p, int64_t t_end, TileRegisters& registers) {
   if (multiply_by_registers(q, p, t_end, registers)) return;
@@ -39,7 +39,7 @@ inline void multiply_tiles(const QuantizedArgs<F>& q, Tile p, int64_t t_end, Til
   }
 }
 
-// A panel, and which comes next. Its outputs of row t are put at y.
+// A panel, and the one that comes next. Its outputs of row t are written to y.
 template <class F>
 inline void multiply_panel(const QuantizedArgs<F>& q, int64_t panel, int64_t then, int64_t t, int64_t t_end, float* y,
                            int64_t y_stride, TileRegisters& registers) {
@@ -59,7 +59,7 @@ inline void multiply_panel(const QuantizedArgs<F>& q, int64_t panel, int64_t the
   }
 }
 
-// A panel of gates, and the one of what they are multiplied with.
+// A panel of gates, and the panel of the values that they gate.
 template <class F>
 inline void multiply_gated(const QuantizedArgs<F>& q, int64_t panel, int64_t then, int64_t t, int64_t t_end,
                            TileRegisters& registers) {
@@ -111,7 +111,7 @@ int64_t group_of(const Args&) {
 inline int64_t group_of(const LlmLinearInt4& a) { return round_up(a.K, 128) / a.G; }
 inline int64_t group_of(const LlmGatedLinearInt4& a) { return round_up(a.K, 128) / a.G; }
 
-// The product of a layer, or of a layer with its swiglu, at y.
+// Write the product of a layer, or of a layer with its swiglu, to y.
 template <class Args>
 QuantizedLinear product_at(const Args& a, float* y, bool is_gated = false) {
   const bool is_packed = a.weight_is_packed != 0;

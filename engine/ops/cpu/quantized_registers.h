@@ -1,4 +1,4 @@
-// The same tiles, of many rows, by tile registers where there are such
+// The same tiles for many rows, by tile registers if the processor has them.
 #pragma once
 #include "quantized_tile.h"
 #include "tiles.h"
@@ -15,7 +15,7 @@ struct Steps {
   int64_t stride, step_bytes;
 };
 
-// Words p.first .. p.end of outputs c W .. c W + W. Those of 4 bits are taken apart, once for all tiles.
+// Words p.first .. p.end of outputs c W .. c W + W. Those of 4 bits are unpacked once for all tiles.
 template <class F>
 inline Steps steps_of(const Tile& p, int c) {
   constexpr int64_t kWordBytes = kPanel * sizeof(uint32_t);
@@ -34,7 +34,7 @@ inline Steps steps_of(const Tile& p, int c) {
   }
 }
 
-// For what comes next, as words first .. end are multiplied.
+// Prefetch of the next words while words first .. end are multiplied.
 inline void ask_ahead(const Tile& p, int c, int64_t first, int64_t end) {
   for (; first < end; first += kBlock) {
     const uint32_t* ahead = p.ahead(first) + c * W;
@@ -69,7 +69,7 @@ template <class F, bool kIsFull>
   }
 }
 
-// Up to kTileHeight rows of x, to the bit what vectors give. kIsFull: so many.
+// Up to kTileHeight rows of x, with the same bits as vectors give. kIsFull: exactly kTileHeight.
 template <class F, bool kIsFull>
 [[gnu::noinline]] inline void multiply_tile(const QuantizedArgs<F>& q, const Tile& p, int64_t rows) {
   constexpr int64_t kStepWords = kTileHeight / F::steps, kGroupSteps = F::group / kTileBytes;
@@ -108,7 +108,7 @@ template <class F, bool kIsFull>
   });
 }
 
-// Rows p.t .. t_end, where that is faster; else nothing is done, nor where a register holds more codes than a group.
+// Compute rows p.t .. t_end, if that is faster; otherwise do nothing, also if a register holds more codes than a group.
 template <class F>
 inline bool multiply_by_registers(const QuantizedArgs<F>& q, Tile p, int64_t t_end, TileRegisters& registers) {
   if constexpr (F::group < kTileBytes) {

@@ -1,4 +1,4 @@
-// A tile of what a linear layer of 8 or 4 bits gives: some rows of x times some outputs, by vectors
+// A tile of a linear layer of 8 or 4 bits: some rows of x times some outputs, by vectors.
 #pragma once
 #include "codes.h"
 #include "kernels.h"
@@ -25,8 +25,8 @@ struct QuantizedArgs {
   int64_t num_words;  // of a row of the weight
 };
 
-// Outputs n .. n + kTileOutputs of the rows from t on, words first .. end of them, then those at `next`. The pointers are to
-// what belongs to output n, y to that of row t.
+// Outputs n .. n + kTileOutputs of the rows from t on, for words first .. end of them; then those at `next`. The
+// pointers are to the data of output n, and y to that of row t.
 struct Tile {
   int64_t t, n, first, end;
   const uint32_t *words, *next;
@@ -109,7 +109,7 @@ template <class F, int M>
       totals[i][c] = add_numbers<F>(sums[i][c], scales[i], excess[i], scales_of_weight[c], zeros[c], totals[i][c]);
 }
 
-// What becomes of totals behind the last words of a row.
+// The use of totals after the last words of a row.
 struct Last {
   vec scale = set1(1.0f), bias = set1(0.0f);
 
@@ -121,8 +121,8 @@ struct Last {
   }
 };
 
-// M rows of x. What they have come to is in y from one chunk of words to the next. An output is the same operations in the
-// same order in every tile, so a token's result does not depend on its neighbours.
+// M rows of x. Their results so far are in y between one chunk of words and the next. An output is the same operations
+// in the same order in every tile, so the result of a token does not depend on its neighbours.
 template <class F, int M>
 [[gnu::noinline]] inline void multiply_tile(const QuantizedArgs<F>& q, const Tile& p) {
   constexpr int64_t kGroupWords = F::group / F::codes;

@@ -1,4 +1,4 @@
-// Picks a token for each row of logits, as "Sampling" in docs/ops.md defines it, without sorting the row.
+// Samples a token for each row of logits, as "Sampling" in docs/ops.md defines it, without sorting the row.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -17,7 +17,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLowest = std::numeric_limits<float>::lowest();  // what is banned is lower
 
-// What a thread works with; kept from call to call.
+// Work memory of a thread, kept from call to call.
 struct Workspace {
   std::vector<float> adjusted;
   Candidates candidates;
@@ -109,7 +109,7 @@ class RowSampler {
     return candidates.draw(philox_uniform(values_.seed, static_cast<uint64_t>(values_.counter)));
   }
 
-  // Log-probabilities of the model's own logits: of the chosen token and of the likeliest.
+  // Log-probabilities of the model's own logits: of the sampled token and of the likeliest ones.
   void report(const float* logits, int32_t token) {
     const float largest = k_.largest(logits, vocab_);
     Candidates& candidates = space_.candidates;

@@ -1,5 +1,5 @@
-// The memory that the ranks of one host share: a flag and two shares each, and what the hosts bring. See group.cc.
-// All ranks take the same steps ("turns"). A flag says to which turn its rank has come.
+// The memory that the ranks of one host share: a flag and two shares of each rank, and a block of each host. See
+// group.cc. All ranks take the same steps ("turns"). The flag of a rank holds the turn that it has reached.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -10,7 +10,7 @@ struct alignas(64) Flag {
   std::atomic<uint32_t> turn, sleepers, is_taken;
 };
 
-// What a share is part of. The ranks must bring alike.
+// The call that a share belongs to. It must be the same on all ranks.
 struct Call {
   int64_t is_gather, count;
 };
@@ -36,10 +36,10 @@ class SharedMemory {
   Flag& flag(int64_t rank) const { return flags()[rank]; }
   Flag& blocks_flag() const { return flags()[ranks_]; }
   Share& share(int64_t rank, uint32_t exchange) const { return shares()[2 * rank + exchange % 2]; }
-  // What a host brings: the sum of its shares, or all of them, in memory that can be sent as it lies.
+  // The data of a host: the sum of its shares, or all of them, contiguous so that it can be sent as it is.
   Header& block(int64_t host) const;
 
-  void raise(Flag& flag, uint32_t turn) const;     // and wake who waits for it
+  void raise(Flag& flag, uint32_t turn) const;     // and wake the ranks that wait for it
   void wait_for(Flag& flag, uint32_t turn) const;  // throws once the group is aborted
   void check() const;                              // likewise
   void abort() const { aborted() = 1; }

@@ -6,7 +6,7 @@
 
 namespace LLM_ISA {
 
-// cap * tanh(x / cap) = x of the same sign, by exp of what is at most 0
+// cap * tanh(x / cap) = a number with the sign of x, by exp of a number that is at most 0.
 inline vec capped(vec x, float cap) {
   const vec magnitude = max(x, -x), e = exp_of_negative(magnitude * (-2.0f / cap)), y = cap * (1.0f - e) / (1.0f + e);
   return x < 0 ? -y : y;

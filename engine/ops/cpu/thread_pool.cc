@@ -11,8 +11,8 @@
 
 namespace {
 
-// The door to the work at hand: its number, whether it is open, and how many helpers are inside. Nobody waits for a helper
-// that has not entered, so one whose core another process has delays nothing.
+// The state word of the current work: its number, whether helpers may still enter, and how many have entered. The
+// caller does not wait for a helper that has not entered, so a helper whose core another process uses delays nothing.
 constexpr uint32_t kInside = 0x7fff, kOpen = 0x8000, kNumber = 0x10000;
 
 bool is_open(uint32_t door) { return door & kOpen; }
@@ -40,8 +40,8 @@ class ThreadPool {
   }
 
  private:
-  // All of the door's changes are sequentially consistent, as is counting oneself asleep: of who opens it and who goes to
-  // sleep one sees the other.
+  // All changes of `door_` and `asleep_` are sequentially consistent, so either the thread that opens the door sees the
+  // sleeper, or the sleeper sees the open door.
   void open(LlmWork work, void* context) {
     work_ = work;
     context_ = context;
@@ -50,7 +50,7 @@ class ThreadPool {
   }
 
   void help() {
-    for (uint32_t last = 0;;) {  // the number of what this one has done
+    for (uint32_t last = 0;;) {  // the number of the work that this helper has done
       wait_for_more_than(last);
       const uint32_t door = door_++;
       if (has_more_than(last, door)) {
@@ -71,7 +71,7 @@ class ThreadPool {
     asleep_--;
   }
 
-  // The end is more, whatever its number: numbers return.
+  // The end counts as more whatever its number is, because numbers wrap around.
   bool has_more_than(uint32_t last, uint32_t door) const { return is_open(door) && (number_of(door) != last || !work_); }
 
   alignas(64) std::atomic<uint32_t> door_{0};
@@ -89,7 +89,7 @@ thread_local std::unique_ptr<ThreadPool> pool;  // of the calling thread
 extern "C" {
 
 void llm_run_on_threads(int threads, LlmWork work, void* context) {
-  // A child of fork has none of the threads, and their handles are not to be waited for.
+  // A child of fork has none of the threads and must not join them.
   [[maybe_unused]] static const int once = pthread_atfork(nullptr, nullptr, [] { pool.release(); });
   if (!pool || pool->threads() != threads) {
     pool.reset();

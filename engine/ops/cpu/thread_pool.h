@@ -4,15 +4,16 @@
 #pragma GCC visibility push(default)
 extern "C" {
 using LlmWork = void (*)(void* context);
-// work(context) in this thread, and in up to threads - 1 others that have the time to come before this one is done with
-// it: two threads or more. All have left it on return. Work takes its pieces one after the other until none is left.
+// Run work(context) in this thread, and in up to threads - 1 others that arrive before this one has finished. `threads`
+// is at least two. All threads have left the work on return. Work takes its pieces one by one until none is left.
 void llm_run_on_threads(int threads, LlmWork work, void* context);
-// Ends the threads that have helped the calling one, which will not need them soon.
+// End the helper threads of the calling thread, which will not need them soon.
 void llm_dismiss_threads();
 }
 #pragma GCC visibility pop
 
-// body() in so many threads. Static: of code that is compiled for several instruction sets no copy may be shared.
+// Run body() in `threads` threads. It is static, because code that is compiled for several instruction sets must not
+// share a copy.
 template <class Body>
 static void run_on_threads(int threads, Body body) {
   if (threads == 1) return body();

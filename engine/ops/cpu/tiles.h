@@ -1,5 +1,5 @@
-// The tile registers of AMX, and the products of two of them. Of eight, each of up to 16 rows of 64 bytes, 0 to 3 have sums,
-// 4 and 5 rows of x and 6 and 7 what these are multiplied with.
+// The tile registers of AMX, and the products of two of them. There are eight with up to 16 rows of 64 bytes: 0 to 3
+// hold sums, 4 and 5 rows of x, 6 and 7 the other operand.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -12,7 +12,7 @@ namespace LLM_ISA {
 constexpr int kTileHeight = 16;
 constexpr int64_t kTileBytes = 64;  // of a row
 
-// As the processor reads it.
+// The layout that the processor reads.
 struct TileShapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
@@ -36,7 +36,7 @@ template <int kTile>
 inline void clear_tile() {
   asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
 }
-// sums[i, n] += sum_k x[i, k] * weight[n, k]: of 32 numbers in bf16, in pairs, or of 64 bytes with a sign, in fours.
+// sums[i, n] += sum_k x[i, k] * weight[n, k]: over 32 numbers in bf16, in pairs, or 64 signed bytes, in fours.
 template <int kSums, int kX, int kWeight>
 inline void add_bf16_products() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kWeight));
@@ -46,7 +46,7 @@ inline void add_byte_products() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kWeight));
 }
 #else
-// The same without the instructions, for tests on other machines.
+// The same without these instructions, for tests on other machines.
 struct SoftTiles {
   TileShapes shapes;
   char data[8][kTileHeight][kTileBytes];
@@ -99,8 +99,8 @@ inline void add_byte_products() {
 }
 #endif
 
-// What a thread that multiplies by tiles has for as long. Registers 0, 1 and 4 are for so many rows of x, 2, 3 and 5 for
-// so many others, 6 and 7 for 16 rows of columns.
+// Configuration of the tile registers for the lifetime of this object. Registers 0, 1 and 4 have one number of rows of
+// x, 2, 3 and 5 another, 6 and 7 have 16 rows of columns.
 class TileRegisters {
  public:
   ~TileRegisters() {

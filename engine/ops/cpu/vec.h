@@ -1,4 +1,4 @@
-// What the kernels build on: W float32 lanes, with the same source for every instruction set.
+// Basis of the kernels: W float32 lanes, with the same source for every instruction set.
 // Nothing here or in a kernel may come from a template of the standard library: the linker keeps one
 // copy of such code, and it could be the one compiled for instructions that this machine lacks.
 #pragma once
@@ -72,10 +72,10 @@ inline vec keep_first(vec v, int n, vec other) {
   return lane < n ? v : other;
 }
 
-// Into the L2 cache. Always inline: g++ leaves out calls of what has no effect that it knows.
+// Prefetch into the L2 cache. It is always inline, because g++ removes calls of functions without visible effect.
 [[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
-// Of what is read once. Past the larger caches, where the rest stays, it is faster on a Zen 5 (AVX-512 BF16 and no
-// AMX); an Intel Xeon reads at half its rate then.
+// Prefetch of data that is read once. Bypassing the larger caches, where the rest stays, is faster on a Zen 5 (AVX-512
+// BF16 and no AMX); an Intel Xeon reads at half its rate then.
 [[gnu::always_inline]] inline void prefetch_once(const void* p) {
 #if defined(__AVX512BF16__) && !defined(LLM_TILES)
   __builtin_prefetch(p, 0, 0);
@@ -84,7 +84,7 @@ inline vec keep_first(vec v, int n, vec other) {
 #endif
 }
 
-// To bf16, to nearest, ties to even; a NaN stays a NaN. The lower halves are left as they come.
+// Round to bf16, to nearest, ties to even; NaN stays NaN. The lower halves are left as they are.
 inline vec round_upper_halves(vec v) {
   const int_vec bits = (int_vec)v;
   const int_vec odd = (bits >> 16) & 1;
@@ -122,7 +122,7 @@ inline vec exp(vec x) {
   y = fma(y, r, set1(1.66666657e-1f));
   y = fma(y, r, set1(5.00000000e-1f));
   y = fma(y, r * r, r) + 1.0f;
-  const vec scaled = (vec)((uint_vec)y + ((uint_vec)shifted << 23));  // in lanes that nobody needs x may be anything
+  const vec scaled = (vec)((uint_vec)y + ((uint_vec)shifted << 23));  // x may be anything in unused lanes
   const vec not_large = x > 88.3f ? set1(INFINITY) : scaled;
   return x < -87.3f ? set1(0.0f) : not_large;
 }
@@ -142,7 +142,7 @@ inline vec exp_of_negative(vec x) {
 
 typedef int16_t halves __attribute__((vector_size(4 * W)));
 
-// 2 n bytes with a sign as n pairs of halves.
+// 2 n signed bytes as n pairs of halves.
 inline vec load_pairs(const int8_t* p, int n) {
   typedef int8_t bytes __attribute__((vector_size(2 * W)));
   bytes some = {};
@@ -154,7 +154,7 @@ inline vec load_pairs(const int8_t* p, int n) {
 }
 inline vec load_pairs(const uint16_t* p, int n) { return load_n(reinterpret_cast<const float*>(p), n); }
 
-// The halves of a and b by turns, those of the first lanes in a and the others in b.
+// The halves of a and b alternating, those of the first lanes in a and the others in b.
 inline void interleave(vec& a, vec& b) {
   halves lower, upper;
   for (int i = 0; i < 2 * W; i++) lower[i] = static_cast<int16_t>(i / 2 + i % 2 * 2 * W);

@@ -1,4 +1,4 @@
-// y = qkv, its query part and its key part normed by the sums of their squares over all ranks
+// y = qkv, with its query part and its key part normalized by the sums of squares over all ranks.
 #pragma once
 #include <cmath>
 #include <cstring>

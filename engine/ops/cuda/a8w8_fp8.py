@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.ops.cuda import fp8
 from engine.ops.cuda.fp8_activations import quantize
-from engine.ops.cuda.fp8_gemm import INTERPRETED, Tile, Weights, gemm, scaled_mm
+from engine.ops.cuda.fp8_gemm import INTERPRETED, Fp8GemmTile, Weights, gemm, scaled_mm
 from engine.ops.cuda.pointwise import swiglu
 
 FEW = 64  # rows up to which activations keep their bits
@@ -46,5 +46,10 @@ def multiply(x: Tensor, weights: Weights) -> Tensor:
         y = scaled_mm(rows, weights, is_fast=True)
         return y if weights.bias is None else y.add_(weights.bias)
     out = x.new_empty(len(x), columns)
-    gemm(rows, weights, out, Tile(64, 128, 4, 4) if is_blocked or columns <= NARROW else Tile(128, 128, 8, 4))
+    gemm(
+        rows,
+        weights,
+        out,
+        Fp8GemmTile(64, 128, 4, 4) if is_blocked or columns <= NARROW else Fp8GemmTile(128, 128, 8, 4),
+    )
     return out

@@ -1,7 +1,7 @@
-"""What LoRA adapters add to a product, of rows that have different ones: y += B (A x).
+"""Contributions of LoRA adapters to a product whose rows have different adapters: y += B (A x).
 
-Rows are taken a few at a time that have the same adapter, which the host has found: `Groups`. Each sum has its order by
-position alone, so a row has the same result in any batch.
+Rows with the same adapter are processed a few at a time, in groups that the host has formed (`groups_of`). The order of
+each sum depends on positions only, so a row has the same result in any batch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ ROWS = 16  # of a group
 WIDTH = 1024  # columns of A that a program multiplies with
 COLUMNS = 128  # outputs of a program
 DEPTH = 128
-NOBODY = -1
+NO_ADAPTER = -1
 SMALLEST_RANK = 16  # that the tensor cores take
 
 
 class Layer(NamedTuple):
-    """The matrices of all adapters for one product, by their slots. Where several layers are stacked into one, each has
-    an A of its own and a part of the outputs."""
+    """Matrices of all adapters for one product, by slot. If several layers are stacked into one, each has an A of its
+    own and a part of the outputs.
+    """
 
     a: Tensor  # [slots, parts, R, K]
     b: Tensor  # [slots, N, R]
@@ -34,7 +35,9 @@ class Layer(NamedTuple):
 
     @classmethod
     def empty(cls, sizes: list[int], width: int, room: tuple[int, int], like: Tensor) -> Layer:
-        """`sizes`: outputs of each part; `room`: slots, and the rank at most."""
+        """Return a layer of zeros. `sizes` are the numbers of outputs of the parts; `room` is the number of slots and
+        the maximum rank.
+        """
         num_slots, rank = room[0], max(SMALLEST_RANK, triton.next_power_of_2(room[1]))
         ends = np.cumsum(sizes).tolist()
         blocks = [
@@ -50,15 +53,16 @@ class Layer(NamedTuple):
 
 
 def num_groups(num_rows: int, num_slots: int) -> int:
-    """At most, whichever rows have which adapter."""
+    """Return the maximum number of groups of `num_rows` rows, however the adapters are distributed."""
     return num_rows // ROWS + min(num_rows, num_slots)
 
 
 def groups_of(slot_of_row: np.ndarray, num_rows: int, num_slots: int) -> np.ndarray:
-    """i32: the slot of each group, then the rows of each, NOBODY where there are less. `num_rows`: with those behind
-    that are nobody's."""
+    """Return the groups as i32: the slot of each group, then ROWS rows of each, padded with NO_ADAPTER. `num_rows`
+    includes the padding rows behind those of `slot_of_row`.
+    """
     count, at = num_groups(num_rows, num_slots), 0
-    slots, rows = np.full(count, NOBODY, np.int32), np.full((count, ROWS), NOBODY, np.int32)
+    slots, rows = np.full(count, NO_ADAPTER, np.int32), np.full((count, ROWS), NO_ADAPTER, np.int32)
     for slot in np.unique(slot_of_row[slot_of_row >= 0]):
         those = np.flatnonzero(slot_of_row == slot)
         taken = -(-len(those) // ROWS)
@@ -69,7 +73,7 @@ def groups_of(slot_of_row: np.ndarray, num_rows: int, num_slots: int) -> np.ndar
 
 
 def add_adapters(y: Tensor, x: Tensor, layer: Layer, groups: Tensor) -> None:
-    """y [T, N], in place; x [T, K]; `groups`: of `groups_of`."""
+    """Add the adapters' contribution to y [T, N] in place, for x [T, K]. `groups` is the result of `groups_of`."""
     (_, parts, rank, width), count = layer.a.shape, len(groups) // (ROWS + 1)
     if not count:
         return
@@ -87,7 +91,7 @@ def _shrink(
     x, a, slots, rows, inner, width,
     ROWS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A x of one group, for one part, from WIDTH columns."""
+    """Compute A x of one group, for one part, from WIDTH columns."""
     begin_next()
     wait_for_inputs()
     group, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -111,7 +115,7 @@ def _expand(
     inner, b, blocks, slots, rows, y, num_out, num_parts,
     ROWS: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """y += B times what `_shrink` has found of one group, for a block of outputs."""
+    """Add B times the result of `_shrink` for one group to y, for a block of outputs."""
     begin_next()
     wait_for_inputs()
     group, block = tl.program_id(0), tl.program_id(1)

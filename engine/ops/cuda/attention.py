@@ -38,7 +38,7 @@ MAX_BLOCKS = 1 << 30
 
 
 class Scoring(NamedTuple):
-    """How scores become weights."""
+    """Conversion of attention scores to weights: scale, window, soft cap and sinks."""
 
     scale: float
     window: int  # positions that a query attends to; 0: all
@@ -73,8 +73,9 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """[T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]: [T, Hq D], and the cache, updated.
-    A cache of int8 has scales, too: int8_cache.py."""
+    """Compute attention of qkv [T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]. Return [T, Hq
+    D], and the cache, which is updated in place. An int8 cache also holds scales (int8_cache.py).
+    """
     starts, fresh = query_starts if isinstance(query_starts, KnownStarts) else (query_starts, [])
     where, heads = (starts, context_lens, block_tables), opened(qkv)[0]
     num_tokens, num_requests, pairs = len(heads), len(context_lens), None
@@ -95,7 +96,7 @@ def paged_attention(
 def head_norm_paged_attention(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *given: Tensor, epsilon: float, **heads: Any
 ) -> tuple[Tensor, Tensor]:
-    """`head_norm`, then `paged_attention`, which reads these heads anyway."""
+    """Compute `head_norm`, then `paged_attention`, in one kernel that reads the heads once."""
     return paged_attention(HeadNorm(qkv, q_weight, k_weight, epsilon), *given, **heads)
 
 
@@ -107,8 +108,10 @@ def _attend_all(
     scoring: Scoring,
     cos_sin: Tensor | None = None,
 ) -> Tensor:
-    """`sizes`: the number of requests, the first, whose tokens these are, and of heads. With `cos_sin` these are what
-    `paged_attention` has, one token of each request; without, queries that are turned already."""
+    """Launch attention for the first requests of a step; `sizes` are the numbers of requests and of heads. With
+    `cos_sin`, `qkv` is the input of `paged_attention` with one token for each request; without, it holds rotated
+    queries.
+    """
     query, norm, has_norm = opened(qkv)
     num_requests, num_heads = sizes
     block_tables, num_kv_heads = where[2], kv_cache.shape[2]
@@ -138,7 +141,9 @@ def _attend_all(
 
 
 def _num_splits(num_programs: int, max_blocks: int) -> int:
-    """So many that the device is busy; a power of two, so that few kernels are compiled."""
+    """Return the number of splits that keeps the device busy. It is a power of two, so that few kernels are
+    compiled.
+    """
     room = PROGRAMS_PER_SM * num_sms() // num_programs
     wanted = min(room, max_blocks, MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
@@ -153,8 +158,9 @@ def _attend(
     SPLITS: tl.constexpr, ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """`scale` has the factor log2(e): powers are of two. ROTARY_DIM: `query` has all heads, and they are to be placed;
-    0: it has turned queries."""
+    """Compute attention of one tile of queries. `scale` includes the factor log2(e), because powers are of two. If
+    ROTARY_DIM is not 0, `query` has all heads, which are rotated and cached first; otherwise it has rotated queries.
+    """
     begin_next()
     wait_for_inputs()
     split = tl.program_id(2)
@@ -216,7 +222,9 @@ def _attend(
 
 @triton.jit
 def tile_of_queries(query_starts, num_requests, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr):
-    """This program's request, where its tokens begin and how many it has, and the first of TOKENS of these."""
+    """Return this program's request, the first token and the number of tokens of that request, and the first of the
+    TOKENS tokens that the program processes.
+    """
     if ONE_EACH:
         return tl.program_id(0), tl.program_id(0), 1, 0
     else:
@@ -232,7 +240,9 @@ def tile_of_queries(query_starts, num_requests, TOKENS: tl.constexpr, ONE_EACH: 
 def rows_of(
     first, begin, count, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """For each row its token in the request, its number among all heads of all tokens, and whether there is such."""
+    """Return, for each row, its token in the request, its index among all heads of all tokens, and whether it
+    exists.
+    """
     rows = tl.arange(0, ROWS)
     token = begin + rows // GROUP
     head = tl.program_id(1) * GROUP + rows % GROUP
@@ -266,8 +276,10 @@ def tile_of(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, IS_EDGE: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """TILE positions more. At an edge not every row sees them all, and what lies behind `end` was never written.
-    `tiles`: the keys of head program_id(1) in the first block. WINDOW: of the edge."""
+    """Process TILE more positions. At an edge not every row sees all of them, and nothing was ever written behind
+    `end`. `tiles` are the keys of head program_id(1) in the first block. WINDOW says that the edge is that of the
+    window.
+    """
     IS_INT8: tl.constexpr = tiles.dtype.element_ty == tl.int8
     n = tl.arange(0, TILE)
     d = tl.arange(0, PADDED_DIM)
@@ -315,7 +327,9 @@ def tile_of(
 
 @triton.jit
 def _row_sums(weights, TILE: tl.constexpr):
-    """Of the columns of every other eight first: in the same order whether one warp has them all or two share them."""
+    """Sum the columns in an order that is the same whether one warp holds all of them or two share them: first every
+    other group of eight.
+    """
     halves = tl.sum(tl.sum(tl.reshape(weights, (weights.shape[0], TILE // 16, 2, 8)), 1), 2)
     first, second = tl.split(halves)
     return first + second
@@ -326,7 +340,9 @@ def _combine(
     partial, out, num_heads, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: the sums of its splits, each with the largest score and the total weight it goes with."""
+    """Combine the splits of one head of one token. Each split has sums, the largest score and the total weight relative
+    to it.
+    """
     begin_next()
     wait_for_inputs()
     head = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)

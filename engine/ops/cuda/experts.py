@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-class Stored(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The matrices of all experts, as the kernels read them."""
 
     kind: int  # DENSE, FP8 or INT4
@@ -50,7 +50,7 @@ class Stored(NamedTuple):
     bias: Tensor | None
 
     @classmethod
-    def of(cls, kind: int, arrays: tuple[Tensor | None, ...]) -> Stored:
+    def of(cls, kind: int, arrays: tuple[Tensor | None, ...]) -> ExpertWeights:
         """Take the arrays in the order of the catalogue. A device without 8-bit floats has bf16 in their place."""
         weight, *others, bias = (*arrays, None) if len(arrays) == (1, 2, 3)[kind] else arrays
         assert weight is not None
@@ -64,7 +64,7 @@ def gate_up(
     kind: int, x: Tensor, topk_ids: Tensor, *arrays: Tensor | None, num_experts: int, is_invariant: bool, **act: Any
 ) -> Tensor:
     """Return the activations [T, top_k * F] of the experts of each row of x [T, K]."""
-    stored, (num_rows, top_k) = Stored.of(kind, arrays), topk_ids.shape
+    stored, (num_rows, top_k) = ExpertWeights.of(kind, arrays), topk_ids.shape
     width = len(stored.weight) // num_experts // 2
     out = x.new_empty(num_rows, top_k * width)
     if stored.kind == DENSE and num_rows <= FEW and not is_invariant:
@@ -84,7 +84,7 @@ def down(
     is_invariant: bool,
 ) -> Tensor:
     """Return the weighted sums [T, N] of the products of h [T, top_k * K] by the experts of each row."""
-    stored, (num_rows, top_k) = Stored.of(kind, arrays), topk_ids.shape
+    stored, (num_rows, top_k) = ExpertWeights.of(kind, arrays), topk_ids.shape
     columns = len(stored.weight) // num_experts
     out = h.new_empty(num_rows, columns)
     if stored.kind == DENSE and num_rows <= FEW and not is_invariant:
@@ -111,7 +111,7 @@ def tile_for(num_slots: int, num_experts: int, kind: int, dtype: torch.dtype) ->
     return Tile(128, 256, depth, 8, 3)
 
 
-def _grouped(x: Tensor, topk_ids: Tensor, stored: Stored, out: Tensor, num_experts: int, **given: Any) -> None:
+def _grouped(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, num_experts: int, **given: Any) -> None:
     """Multiply the row of each slot, or with `weights` a row per slot, by the matrix of its expert: [slots, N]."""
     num_slots, _width = topk_ids.numel(), x.shape[1]
     if not num_slots:
@@ -121,7 +121,13 @@ def _grouped(x: Tensor, topk_ids: Tensor, stored: Stored, out: Tensor, num_exper
 
 
 def launch(
-    x: Tensor, topk_ids: Tensor, stored: Stored, out: Tensor, tile: Tile, weights: Tensor | None, act: dict[str, Any]
+    x: Tensor,
+    topk_ids: Tensor,
+    stored: ExpertWeights,
+    out: Tensor,
+    tile: Tile,
+    weights: Tensor | None,
+    act: dict[str, Any],
 ) -> None:
     """Launch the kernel with a tile. `act`: num_experts is not among them, the attributes of the activation are."""
     num_slots, is_gated = topk_ids.numel(), weights is None

@@ -55,7 +55,7 @@ def _gate_up(
     x, topk_ids, weight, bias, out, limit, alpha, offset, columns, width, top_k,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Half as many outputs of one slot as ROWS."""
+    """Compute half as many outputs of one slot as ROWS."""
     begin_next()
     OWN: tl.constexpr = ROWS // 2
     slot, first = tl.program_id(0), tl.program_id(1) * OWN
@@ -85,7 +85,7 @@ def _down(
     h, topk_ids, topk_weights, weight, bias, out, columns, width, top_k,
     HAS_BIAS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS outputs of one token. SLOTS: those of the token rounded up to a power of two."""
+    """Compute ROWS outputs of one token. SLOTS is the number of its slots, rounded up to a power of two."""
     begin_next()
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     i, k = tl.arange(0, SLOTS * ROWS), tl.arange(0, DEPTH)

@@ -21,8 +21,11 @@ def grouped(
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
     IS_WHOLE: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Up to SLOTS slots of one expert times COLUMNS rows of its matrix; gated: half of them of the gate and half of
-    `up`, then the activation; otherwise times the weight of the slot. Slot s has row s // TOP_K of x."""
+    """Multiply up to SLOTS slots of one expert by COLUMNS rows of its matrix.
+
+    If gated, half of the rows are the gate's and half are those of `up`, and the activation follows. Otherwise the
+    products are multiplied by the weights of the slots. Slot s has row s // TOP_K of x.
+    """
     begin_next()
     wait_for_inputs()
     OWN: tl.constexpr = COLUMNS // (1 + IS_GATED)

@@ -38,7 +38,7 @@ ALIGNED = 16  # columns, for cuBLAS
 WIDENED = 32  # rows of weights of a program
 
 
-class FewTile(NamedTuple):
+class Fp8SkinnyTile(NamedTuple):
     slices: int  # of the columns, which warps take by turns
     rows: int  # of weights
     lines: int  # of each row, of 128 bytes, that it asks for before its inputs are there
@@ -54,13 +54,14 @@ class ManyTile(NamedTuple):
 
 
 def are_multiplied() -> bool:
-    """Whether this device knows 8-bit floats."""
+    """Return whether this device can multiply 8-bit floats."""
     return INTERPRETED or torch.cuda.get_device_capability() >= NEEDED
 
 
 def pack(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """From u8 [N, K] and f32 [N, G] to i16 [N, blocks, 64], whose words hold two columns of a block that are 64 apart,
-    and f32 [G, N]. On a device that does not know them: in bf16."""
+    """Pack u8 [N, K] and scales f32 [N, G] as i16 [N, blocks, 64], whose words hold two columns of a block that are 64
+    apart, and f32 [G, N]. On a device without 8-bit floats, return bf16 instead.
+    """
     num_rows, width = weight.shape
     if not are_multiplied():
         return widened(weight, scale), scale
@@ -80,7 +81,7 @@ def widened(weight: Tensor, scale: Tensor) -> Tensor:
 def linear_fp8(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, is_gated: bool = False
 ) -> Tensor:
-    """x [T, K] times the packed weight: [T, N]; gated: with the `swiglu` of it."""
+    """Multiply x [T, K] with the packed weight. Return [T, N]; with `is_gated`, the `swiglu` of it."""
     if weight.dim() == 2:
         y = linear(x, weight.to(x.dtype), bias)
         return swiglu(y) if is_gated else y
@@ -104,13 +105,13 @@ def linear_fp8(
 gated_linear_fp8 = functools.partial(linear_fp8, is_gated=True)
 
 
-def few_tile(num_weights: int, is_blocked: bool) -> FewTile:
-    """As measured on an H200."""
+def few_tile(num_weights: int, is_blocked: bool) -> Fp8SkinnyTile:
+    """Return the fastest tile on an H200."""
     if num_weights > WIDE:
-        return FewTile(4, 32, 16, 4, 3)
+        return Fp8SkinnyTile(4, 32, 16, 4, 3)
     if num_weights > NARROW:
-        return FewTile(4, 16, 0, 4, 5)
-    return FewTile(8, 16, 16, 8, 4) if is_blocked else FewTile(4, 16, 16, 4, 6)
+        return Fp8SkinnyTile(4, 16, 0, 4, 5)
+    return Fp8SkinnyTile(8, 16, 16, 8, 4) if is_blocked else Fp8SkinnyTile(4, 16, 16, 4, 6)
 
 
 def many_tile(num_rows: int, columns: int) -> ManyTile:
@@ -120,12 +121,14 @@ def many_tile(num_rows: int, columns: int) -> ManyTile:
 
 
 def num_splits(num_programs: int, num_blocks: int) -> int:
-    """Shares of the columns, so that the device is busy; a power of two, so that few kernels are compiled."""
+    """Return the number of splits of the columns that keeps the device busy. It is a power of two, so that few kernels
+    are compiled.
+    """
     return 1 << max(1, min(PROGRAMS // num_programs, num_blocks // MIN_BLOCKS, 8)).bit_length() - 1
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """To bf16, which the interpreter calculates with in float32."""
+    """Round to bf16, because the interpreter computes bf16 in float32."""
     rounded = x.to(torch.bfloat16)
     return rounded.float() if INTERPRETED else rounded
 
@@ -146,7 +149,7 @@ def _few(x: Tensor, stored: tuple[Tensor, Tensor, Tensor | None], out: Tensor, *
 
 
 def halves(x: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """[2, T, K'] of 8-bit floats: the nearest ones, then what is left; and f32 [T], what they are multiples of."""
+    """Split x into 8-bit floats [2, T, K'], the nearest ones and the remainders, and their scales f32 [T]."""
     num_rows, width = x.shape
     both = x.new_empty(2, num_rows, FP8_BLOCK * num_blocks, dtype=torch.float8_e4m3fn)
     scale = x.new_empty(num_rows, dtype=torch.float32)
@@ -198,7 +201,7 @@ def _more(both: Tensor, x_scale: Tensor, stored: tuple[Tensor, Tensor, Tensor | 
 
 
 def _unpacked(weight: Tensor, scale: Tensor, x: Tensor) -> Tensor:
-    """[N, K] in the type of x."""
+    """Return the weight [N, K] in the type of x."""
     out = x.new_empty(len(weight), x.shape[1])
     grid = triton.cdiv(len(weight), WIDENED), weight.shape[1]
     widen[grid](weight, scale, out, *out.shape, len(scale) > 1, WIDENED, **PDL)

@@ -33,11 +33,11 @@ class Weights(NamedTuple):
 
     @property
     def numbers(self) -> Tensor:
-        """The elements as 8-bit floats [N, blocks * 128], in packed order."""
+        """Return the elements as 8-bit floats [N, blocks * 128], in packed order."""
         return self.words.view(torch.float8_e4m3fn).flatten(1)
 
 
-class Tile(NamedTuple):
+class Fp8GemmTile(NamedTuple):
     """Work of a program of the kernel."""
 
     rows: int
@@ -49,7 +49,7 @@ class Tile(NamedTuple):
     splits: int = 1  # shares of the inputs that are summed apart
 
 
-def gemm(x: Fp8Rows, weights: Weights, out: Tensor, tile: Tile) -> None:
+def gemm(x: Fp8Rows, weights: Weights, out: Tensor, tile: Fp8GemmTile) -> None:
     """Multiply x [T, K] by the weights [N, K] and store the product and bias in `out` [T, N]."""
     num_rows, columns = out.shape
     if not num_rows:
@@ -89,8 +89,9 @@ def _multiply(
     IS_PERSISTENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS outputs, or a share of their sums; IS_PERSISTENT: several such tiles. IS_COPIED: `x` and `weight`
-    are descriptors, else tensors."""
+    """Compute ROWS x COLUMNS outputs, or a share of their sums; with IS_PERSISTENT, several such tiles. IS_COPIED says
+    that `x` and `weight` are tensor descriptors.
+    """
     begin_next()
     wait_for_inputs()
     split = tl.program_id(1)

@@ -19,21 +19,23 @@ NARROW, WIDE = 5120, 10240  # columns: so many programs, and what each does best
 FP8_BEFORE, FP8_AFTER = tl.constexpr(2.0**64), tl.constexpr(2.0**56)
 
 
-class Tile(NamedTuple):
+class Fp8GemvTile(NamedTuple):
     rows: int  # of weights
     warps: int
     registers: int  # so few that many programs run at once
 
 
-def tile_for(columns: int) -> Tile:
-    """As measured on an H200."""
+def tile_for(columns: int) -> Fp8GemvTile:
+    """Return the fastest tile on an H200."""
     if columns <= NARROW:
-        return Tile(8, 4, 128)
-    return Tile(4, 2, 80) if columns <= WIDE else Tile(4, 1, 80)
+        return Fp8GemvTile(8, 4, 128)
+    return Fp8GemvTile(4, 2, 80) if columns <= WIDE else Fp8GemvTile(4, 1, 80)
 
 
 def multiply(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool) -> None:
-    """x [1, K], of bf16 numbers, times the weights [N, K]: into `out`, [1, N], or the `swiglu` of that."""
+    """Write x [1, K] of bf16 numbers times the weights [N, K] to `out` [1, N]; with `is_gated`, the `swiglu` of the
+    product.
+    """
     columns, width, num_blocks = out.shape[1], x.shape[1], words.shape[1]
     tile = tile_for(columns)
     threads = 32 * tile.warps
@@ -51,8 +53,10 @@ def _multiply(
     IS_BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS outputs; gated: half as many of the gate and of what it is for, whose rows of weights follow all of the
-    gate's. IS_BLOCKED: a scale for each block. IS_EVEN: THREADS divide a row, and no column is a filler's."""
+    """Compute ROWS outputs. With IS_GATED, half of them belong to the gate and half to the gated values, whose rows of
+    weights follow all of the gate's. IS_BLOCKED says that each block has a scale, IS_EVEN that THREADS divides a row
+    without padding.
+    """
     begin_next()
     OWN: tl.constexpr = ROWS // (1 + IS_GATED)
     first = tl.program_id(0) * OWN
@@ -90,7 +94,7 @@ def _multiply(
 
 @triton.jit
 def _pairs_at(pairs, start, num_blocks, ROWS: tl.constexpr, THREADS: tl.constexpr):
-    """Pairs of words, of each thread four of each row; none behind the last of a row."""
+    """Load pairs of words, four for each thread and row, with zeros behind the end of a row."""
     at = start * 4 + tl.arange(0, 4 * THREADS)[None, :]
     loaded = tl.load(pairs + at, mask=at < num_blocks * 32, other=0)
     return tl.reshape(loaded, (ROWS, THREADS, 4))
@@ -108,8 +112,9 @@ def _scales_at(scale, at, row, count, num_blocks, IS_BLOCKED: tl.constexpr):
 
 @triton.jit
 def _numbers(pairs, PART: tl.constexpr):
-    """[rows, threads, 8], by 2^-120 too small: of the lower and of the upper word of each pair, one after the other, as
-    the columns are."""
+    """Return [rows, threads, 8] times 2^-120: the numbers of the lower and of the upper word of each pair, one after
+    the other, in the order of the columns.
+    """
     both = tl.join(_number(pairs, PART), _number(pairs, PART + 2))
     return tl.reshape(both, (pairs.shape[0], pairs.shape[1], 8))
 

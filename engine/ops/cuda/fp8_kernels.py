@@ -25,7 +25,7 @@ fma.rn.bf16x2 $1, size, large, zero;
 
 @triton.jit
 def widened(words):
-    """A pair: the numbers in the lower and in the upper bytes, in bf16."""
+    """Return the numbers in the lower and in the upper bytes, as bf16."""
     if INTERPRETED:
         low = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         high = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
@@ -42,13 +42,14 @@ def few(
     IS_BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_EVEN: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of all rows by BLOCK_N rows of weights; gated: of the gate and of what it is for by turns. Each slice
-    is the sum of every SLICES-th block of columns."""
+    """Compute the outputs of all rows for BLOCK_N rows of weights; with IS_GATED, rows of the gate and of the gated
+    values alternate. Each slice sums every SLICES-th block of columns.
+    """
     begin_next()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     num_weights = columns * (1 + IS_GATED)
     row = n // 2 + n % 2 * columns if IS_GATED else n
-    row = tl.minimum(row, num_weights - 1).to(tl.int64)  # behind the last one: it again, for nobody
+    row = tl.minimum(row, num_weights - 1).to(tl.int64)  # rows behind the end repeat the last one and are discarded
     if LINES > 0:
         line = tl.minimum(tl.arange(0, LINES), num_blocks - 1)
         fetch_ahead(words + (row[:, None] * num_blocks + line[None, :]) * 64)
@@ -98,8 +99,9 @@ def many(
     IS_BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_COPIED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS outputs, or a share of their sums. IS_COPIED: `x` and `weight` are descriptors. Programs that read
-    the same weights begin together."""
+    """Compute ROWS x COLUMNS outputs, or a share of their sums. IS_COPIED says that `x` and `weight` are tensor
+    descriptors. Programs that read the same weights are launched next to each other.
+    """
     begin_next()
     first_row, first_column, split = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS, tl.program_id(2)
     m, n = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
@@ -136,7 +138,7 @@ def many(
 
 @kernel
 def halve(x, both, scale, width, num_blocks, BLOCKS: tl.constexpr):
-    """A row as two rows of 8-bit floats, which add up to it, and what these are multiples of: a power of two."""
+    """Split a row into two rows of 8-bit floats whose sum it is, with a common scale that is a power of two."""
     begin_next()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
@@ -159,7 +161,7 @@ def halve(x, both, scale, width, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def to_fp8(x):
-    """To the nearest, ties to even, which the interpreter does not always find."""
+    """Round to the nearest 8-bit float, ties to even, which the interpreter does not always do."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -1048576).to(tl.float32, bitcast=True)
@@ -172,7 +174,7 @@ def join(
     products, x_scale, scale, bias, out, num_rows, columns,
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a row the products of its two rows of 8-bit floats; gated: then the gate."""
+    """Add up the products of the two rows of 8-bit floats that stand for a row; with IS_GATED, then apply the gate."""
     begin_next()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
@@ -195,7 +197,7 @@ def _joined(products, x_scale, scale, bias, where, num_rows, width, HAS_BIAS: tl
 
 @kernel
 def widen(words, scale, out, num_rows, width, IS_BLOCKED: tl.constexpr, ROWS: tl.constexpr):
-    """A block of ROWS rows of weights."""
+    """Write a block of ROWS rows of weights as wider numbers."""
     begin_next()
     wait_for_inputs()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

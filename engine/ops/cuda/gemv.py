@@ -1,9 +1,10 @@
-"""The product of one row with packed weights of 8 or 4 bits (lowbit.py), as whole numbers: the tensor cores want eight
-rows, and to make a float of each code would be most of the work.
+"""Product of one row with packed weights of 8 or 4 bits (lowbit.py), in integers: tensor cores need eight rows, and
+converting each code to a float would be most of the work.
 
-A chunk is 16 bytes of a row of weights, what a thread reads at once: codes of eight columns of each part of a block.
-Eight such numbers of x are written as multiples of a unit of theirs, a power of two; an instruction (dp2a) adds two
-products of these with codes. Programs stay and take rows of weights by turns, so x is made whole once for many of them.
+A chunk is 16 bytes of a row of weights, which a thread reads at once: the codes of eight columns of each part of a
+block. Eight numbers of x are written as integer multiples of a common unit, a power of two; one instruction (dp2a) adds
+two products of these with codes. Programs are persistent and process several rows of weights each, so that the integers
+of x are computed once for many rows.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ BITS_BY_4, BITS_BY_8 = tl.constexpr(15), tl.constexpr(12)
 ONES = tl.constexpr(0x01010101)  # four codes
 
 
-class Tile(NamedTuple):
+class GemvTile(NamedTuple):
     chunks: int  # of a row of weights
     rows: int  # of weights, that a program has at a time
     warps: int
     registers: int  # so few that many programs run at once
 
 
-class Stored(NamedTuple):
-    """As the ops have it."""
+class PackedArrays(NamedTuple):
+    """Arrays of a packed weight of an op, and its bias."""
 
     words: Tensor
     scale: Tensor
@@ -42,16 +43,18 @@ class Stored(NamedTuple):
     bias: Tensor | None
 
 
-def tile_for(num_chunks: int, bits: int) -> Tile:
-    """As measured on an H200: a thread for each chunk of a row, where it has a few hundred."""
+def tile_for(num_chunks: int, bits: int) -> GemvTile:
+    """Return the fastest tile on an H200: a thread for each chunk of a row, if a row has a few hundred chunks."""
     chunks = max(32, triton.next_power_of_2(num_chunks))
     if chunks <= (256 if bits == 4 else 512):
-        return Tile(chunks, 4, chunks // 32, 80 if bits == 4 else 64)
-    return Tile(chunks, 2, min(chunks // 64, 16), 64 if bits == 8 and chunks <= 1024 else 112)
+        return GemvTile(chunks, 4, chunks // 32, 80 if bits == 4 else 64)
+    return GemvTile(chunks, 2, min(chunks // 64, 16), 64 if bits == 8 and chunks <= 1024 else 112)
 
 
-def multiply(x: Tensor, stored: Stored, out: Tensor, bits: int, *, is_gated: bool) -> None:
-    """x [1, K], of bf16 numbers, times the weights [N, K]: into `out`, [1, N], or the `swiglu` of that."""
+def multiply(x: Tensor, stored: PackedArrays, out: Tensor, bits: int, *, is_gated: bool) -> None:
+    """Write x [1, K] of bf16 numbers times the weights [N, K] to `out` [1, N]; with `is_gated`, the `swiglu` of the
+    product.
+    """
     words, scale, zero, bias = stored
     columns, num_blocks = out.shape[1], words.shape[1]
     tile = tile_for(num_blocks * 8, bits)
@@ -70,8 +73,9 @@ def _multiply(
     BITS: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     ROWS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Groups of ROWS outputs; gated: half as many of the gate and of what it is for, whose rows of weights follow all
-    of the gate's."""
+    """Compute groups of ROWS outputs. With IS_GATED, half of them belong to the gate and half to the gated values,
+    whose rows of weights follow all of the gate's.
+    """
     begin_next()
     step, count = tl.num_programs(0), columns * (1 + IS_GATED)
     row = _rows(tl.program_id(0), columns, IS_GATED, ROWS)
@@ -113,7 +117,7 @@ def _multiply(
 
 @triton.jit
 def _rows(group, columns, IS_GATED: tl.constexpr, ROWS: tl.constexpr):
-    """Of weights; behind the last one it again, for nobody."""
+    """Return the rows of weights of a group. Beyond the end the last row is repeated, and its results are discarded."""
     OWN: tl.constexpr = ROWS // (1 + IS_GATED)
     i = tl.arange(0, ROWS)
     return tl.minimum(group * OWN + i % OWN, columns - 1) + i // OWN * columns
@@ -121,7 +125,7 @@ def _rows(group, columns, IS_GATED: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _codes_at(words, row, num_blocks, CHUNKS: tl.constexpr):
-    """i32 [rows, chunks, 4]; behind the last chunk it again, for zeros of x."""
+    """Load codes as i32 [rows, chunks, 4]. Beyond the end the last chunk is repeated; x is 0 there."""
     i = tl.arange(0, 4 * CHUNKS)
     at = tl.minimum(i // 4, num_blocks * 8 - 1) * 4 + i % 4
     pairs = words.to(tl.pointer_type(tl.int32)) + row.to(tl.int64)[:, None] * (num_blocks * 32)
@@ -130,7 +134,9 @@ def _codes_at(words, row, num_blocks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _scales_at(scale, row, count, num_blocks, BITS: tl.constexpr, CHUNKS: tl.constexpr):
-    """bf16 [rows, chunks, 4], of 4 bits alone. Read as the codes are, so that a thread has what belongs to its own."""
+    """Load scales as bf16 [rows, chunks, 4], for 4 bits only. The access pattern is that of the codes, so that a thread
+    has the scales of its own codes.
+    """
     if BITS == 4:
         i = tl.arange(0, 4 * CHUNKS)
         block = tl.minimum(i // 32, num_blocks - 1)
@@ -143,8 +149,9 @@ def _scales_at(scale, row, count, num_blocks, BITS: tl.constexpr, CHUNKS: tl.con
 
 @triton.jit
 def _whole_parts(x, width, BITS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Of each part of each chunk, [1, chunks, parts]: its eight numbers of x, two in each of the first four results, as
-    multiples of the last; and their sum."""
+    """Return, for each part of each chunk [1, chunks, parts], its eight numbers of x as integers, two in each of the
+    first four results, their sum, and the unit.
+    """
     a0, a1, a2, a3, a_total, a_unit = _whole(x, width, 0, BITS, CHUNKS)
     b0, b1, b2, b3, b_total, b_unit = _whole(x, width, 1, BITS, CHUNKS)
     if BITS == 8:
@@ -183,7 +190,7 @@ def _whole(x, width, PART: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexp
 
 @triton.jit
 def _four(own):
-    """[.., .., 4] as four."""
+    """Split [.., .., 4] into four."""
     even, odd = tl.split(tl.reshape(own, (own.shape[0], own.shape[1], 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -198,7 +205,7 @@ def _joined(a, b, c, d):
 
 @triton.jit
 def _codes_of(left, right, BITS: tl.constexpr):
-    """Of two pairs of words, [.., ..], the codes of their four columns, a byte each: [.., .., parts]."""
+    """Return the codes of four columns, one byte each, from two pairs of words [.., ..]: [.., .., parts]."""
     low, high = _bytes(left, right, 0), _bytes(left, right, 1)
     if BITS == 4:
         return _joined(low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F, high & 0x0F0F0F0F, (high >> 4) & 0x0F0F0F0F)
@@ -208,7 +215,7 @@ def _codes_of(left, right, BITS: tl.constexpr):
 
 @triton.jit
 def _bytes(left, right, UPPER: tl.constexpr):
-    """The lower or the upper bytes of four words."""
+    """Return the lower or the upper bytes of four words."""
     if INTERPRETED:
         a, b = left >> 8 * UPPER, right >> 8 * UPPER
         return (a & 0xFF) | ((a >> 8) & 0xFF00) | ((b & 0xFF) << 16) | (((b >> 16) & 0xFF) << 24)
@@ -221,8 +228,9 @@ def _bytes(left, right, UPPER: tl.constexpr):
 
 @triton.jit
 def _add_two(pair, codes, sums, HALF: tl.constexpr, BITS: tl.constexpr):
-    """To the sums the products of two numbers of 16 bits with the lower or upper two of four codes, which have a sign
-    if they are of 8 bits."""
+    """Add the products of two 16-bit numbers with the lower or upper two of four codes to the sums. Codes of 8 bits are
+    signed.
+    """
     if INTERPRETED:
         two = codes >> 16 if HALF == "hi" else codes
         if BITS == 4:

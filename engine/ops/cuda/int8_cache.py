@@ -28,7 +28,7 @@ sub.rn.bf16x2 $1, low, high;
 def put(
     cache, block, row, x, is_in, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """Rows x [heads, D], which is 0 where it is nothing; `row`: among the rows of the block."""
+    """Write rows x [heads, D] to `row` of a block. Elements that are masked out are 0."""
     rows: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE
     d = tl.arange(0, x.shape[1])
     scale = round_bf16(tl.div_rn(tl.max(tl.abs(x), 1), 127.0)).to(tl.float32)
@@ -46,7 +46,9 @@ def put(
 def scales_at(
     tiles, block, position, is_in, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """Of positions of a block, for the head program_id(1), whose first key is at `tiles`: both scales in one number."""
+    """Load the scales of positions of a block for the head program_id(1), whose first key is at `tiles`. A number holds
+    the scale of a key and that of a value.
+    """
     codes: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     head = tl.program_id(1) * BLOCK_SIZE
     pairs = tiles - head * HEAD_DIM + block * 2 * NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + 2) + codes
@@ -55,7 +57,7 @@ def scales_at(
 
 @triton.jit
 def numbers(codes, like):
-    """Keys or values in the type of queries."""
+    """Convert keys or values to the type of the queries."""
     if INTERPRETED or codes.dtype != tl.int8 or like.dtype != tl.bfloat16:
         return codes.to(like.dtype)
     else:

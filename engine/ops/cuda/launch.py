@@ -39,7 +39,7 @@ def num_sms() -> int:
 
 @functools.cache
 def shared_memory() -> int:
-    """Bytes that the programs of an SM share; one can have 1 KB less."""
+    """Return the bytes of shared memory of an SM. One program can have 1 KB less."""
     if not torch.cuda.is_available():
         return 1 << 17
     return torch.cuda.get_device_properties().shared_memory_per_multiprocessor - 1024
@@ -64,7 +64,9 @@ def wait_for_inputs():
 
 @triton.jit
 def fetch_ahead(pointers):
-    """Into the L2 cache, the lines that these addresses are in: what is constant may come before the inputs do."""
+    """Prefetch the cache lines of these addresses into the L2 cache. Constant data may be fetched before the inputs
+    arrive.
+    """
     if IS_USED:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops.cuda.gemv import Stored, multiply
+from engine.ops.cuda.gemv import PackedArrays, multiply
 from engine.ops.cuda.launch import PDL
 from engine.ops.cuda.lowbit_kernels import add_up, many
 from engine.ops.cuda.lowbit_skinny_gemm import few
@@ -35,14 +35,14 @@ WORDS = 64  # of a row in a block of columns
 HALF = WORDS // 2
 
 
-class Packed(NamedTuple):
+class PackedWeight(NamedTuple):
     words: Tensor  # i16 [N, blocks, 64 or 32], or i8 [N, blocks, 128]: the codes themselves
     scale: Tensor  # f32 [N], or i64 [blocks, N]: four bf16, one for each part of a block
     zero: Tensor | None = None  # as such a scale, less 8
 
 
-class Tile(NamedTuple):
-    """What a program of the kernel for more than few rows does."""
+class LowbitTile(NamedTuple):
+    """Tile of a program of the kernel for more than few rows."""
 
     columns: int
     rows: int
@@ -50,8 +50,8 @@ class Tile(NamedTuple):
     warps: int = 8
 
 
-class FewTile(NamedTuple):
-    """What a program of the kernel for few rows does at a time."""
+class LowbitSkinnyTile(NamedTuple):
+    """Tile of a program of the kernel for few rows."""
 
     slices: int  # of the columns, which warps take by turns
     rows: int  # of weights
@@ -61,30 +61,30 @@ class FewTile(NamedTuple):
 
 # By the most rows they are for: tiles for few columns, for more, for many.
 INT4_TILES = {
-    64: (Tile(128, 64, WORDS), Tile(64, 64, WORDS, 4), Tile(256, 64, WORDS)),
-    128: (Tile(64, 64, WORDS, 4), Tile(128, 64, WORDS), Tile(256, 128, HALF)),
+    64: (LowbitTile(128, 64, WORDS), LowbitTile(64, 64, WORDS, 4), LowbitTile(256, 64, WORDS)),
+    128: (LowbitTile(64, 64, WORDS, 4), LowbitTile(128, 64, WORDS), LowbitTile(256, 128, HALF)),
 }
-MANY_INT4_TILES = Tile(128, 64, WORDS), Tile(128, 128, WORDS), Tile(256, 128, HALF)
+MANY_INT4_TILES = LowbitTile(128, 64, WORDS), LowbitTile(128, 128, WORDS), LowbitTile(256, 128, HALF)
 FEW_LINES = 16  # of 128 bytes, of each row of weights, that a program asks for before its inputs are there
 
 
-def pack_int8(weight: Tensor, scale: Tensor) -> Packed:
+def pack_int8(weight: Tensor, scale: Tensor) -> PackedWeight:
     parts = _filled_up(weight, 2 * WORDS).view(len(weight), -1, 2, WORDS)
-    return Packed(parts.transpose(2, 3).contiguous().view(torch.int16).squeeze(3), scale)
+    return PackedWeight(parts.transpose(2, 3).contiguous().view(torch.int16).squeeze(3), scale)
 
 
-def pack_a8w8(weight: Tensor, scale: Tensor) -> Packed:
-    return Packed(_filled_up(weight, 2 * WORDS).view(len(weight), -1, 2 * WORDS), scale)
+def pack_a8w8(weight: Tensor, scale: Tensor) -> PackedWeight:
+    return PackedWeight(_filled_up(weight, 2 * WORDS).view(len(weight), -1, 2 * WORDS), scale)
 
 
-def pack_int4(weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> Packed:
+def pack_int4(weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> PackedWeight:
     group = 2 * weight.shape[1] // scale.shape[1]
     pairs = _filled_up(weight, 2 * group)
     parts = torch.stack((pairs & 15, pairs >> 4), 2).view(len(weight), -1, 4, group)
     both = parts[:, :, ::2] | parts[:, :, 1::2] << 4
     words = both.transpose(2, 3).contiguous().view(torch.int16).squeeze(3)
     less = None if zero is None else _by_blocks(zero.float().sub(8).to(torch.bfloat16))
-    return Packed(words, _by_blocks(scale), less)
+    return PackedWeight(words, _by_blocks(scale), less)
 
 
 PACKED_BY = {"linear_int8": pack_int8, "linear_a8w8": pack_a8w8, "linear_int4": pack_int4}  # by op
@@ -107,8 +107,10 @@ def linear_int8(
     is_gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Also `linear_a8w8`: the words say it. Gated: with the `swiglu` of it; `dtype`: of the result, not that of x."""
-    return _linear(x, Packed(words, scale), bias, dtype or x.dtype, is_gated=is_gated)
+    """Multiply with int8 weights; also serves `linear_a8w8`, which the type of the words selects. With `is_gated`,
+    return the `swiglu` of the product. `dtype` is the type of the result, if it is not that of x.
+    """
+    return _linear(x, PackedWeight(words, scale), bias, dtype or x.dtype, is_gated=is_gated)
 
 
 def linear_int4(
@@ -120,7 +122,7 @@ def linear_int4(
     *,
     is_gated: bool = False,
 ) -> Tensor:
-    return _linear(x, Packed(words, scale, zero), bias, x.dtype, is_gated=is_gated)
+    return _linear(x, PackedWeight(words, scale, zero), bias, x.dtype, is_gated=is_gated)
 
 
 linear_a8w8 = linear_int8
@@ -129,7 +131,7 @@ gated_linear_int4 = partial(linear_int4, is_gated=True)
 logits_int8 = partial(linear_int8, dtype=torch.float32)
 
 
-def _linear(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool) -> Tensor:
+def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool) -> Tensor:
     num_rows, is_whole = len(x), weight.words.dtype == torch.int8
     if num_rows > MANY and not is_whole:
         y = functional.linear(_rounded(x).to(x.dtype), unpack(weight, x), None if bias is None else bias.to(x.dtype))
@@ -143,35 +145,39 @@ def _linear(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, 
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """To bf16, which the interpreter calculates with in float32."""
+    """Round to bf16, because the interpreter computes bf16 in float32."""
     rounded = x.to(torch.bfloat16)
     return rounded.float() if INTERPRETED else rounded
 
 
-def few_tile(columns: int, bits: int, *, is_gated: bool) -> FewTile:
-    """As measured on an H200."""
+def few_tile(columns: int, bits: int, *, is_gated: bool) -> LowbitSkinnyTile:
+    """Return the fastest tile on an H200."""
     if columns <= NARROW:
-        return FewTile(8, 16, 8, 3) if bits == 4 else FewTile(4, 16, 4, 6)
-    return FewTile(4, 16, 4, 3 if bits == 4 else 4)
+        return LowbitSkinnyTile(8, 16, 8, 3) if bits == 4 else LowbitSkinnyTile(4, 16, 4, 6)
+    return LowbitSkinnyTile(4, 16, 4, 3 if bits == 4 else 4)
 
 
-def many_tile(num_rows: int, columns: int, bits: int) -> Tile:
+def many_tile(num_rows: int, columns: int, bits: int) -> LowbitTile:
     """Return the fastest tile, as measured on an H200, for 4 bits on an H100."""
     if bits == 4 and num_rows > 32:
         tiles = next((tiles for most, tiles in INT4_TILES.items() if num_rows <= most), MANY_INT4_TILES)
         return tiles[(columns > NARROW) + (columns >= WIDE)]
     if num_rows > 128 and columns >= WIDE:
-        return Tile(128, 256, HALF)
-    return Tile(128, 32 if num_rows <= 32 else 64 if num_rows <= 64 else 128, WORDS)
+        return LowbitTile(128, 256, HALF)
+    return LowbitTile(128, 32 if num_rows <= 32 else 64 if num_rows <= 64 else 128, WORDS)
 
 
 def num_splits(num_rows: int, num_programs: int, num_blocks: int, bits: int) -> int:
-    """Shares of the columns, so that the device is busy; a power of two, so that few kernels are compiled."""
+    """Return the number of splits of the columns that keeps the device busy. It is a power of two, so that few kernels
+    are compiled.
+    """
     room = PROGRAMS * (1 + (bits == 8 and num_rows <= 64)) // num_programs
     return 1 << max(1, min(room, num_blocks // MIN_BLOCKS, 8)).bit_length() - 1
 
 
-def _launch(given: tuple[Tensor, Tensor], weight: Packed, bias: Tensor | None, out: Tensor, *, is_gated: bool) -> None:
+def _launch(
+    given: tuple[Tensor, Tensor], weight: PackedWeight, bias: Tensor | None, out: Tensor, *, is_gated: bool
+) -> None:
     (x, x_scale), (words, scale, zero) = given, weight
     num_rows, columns = out.shape
     bits, is_whole = 4 if scale.dtype == torch.int64 else 8, words.dtype == torch.int8
@@ -179,7 +185,7 @@ def _launch(given: tuple[Tensor, Tensor], weight: Packed, bias: Tensor | None, o
     inputs = x, x_scale, words, scale, scale if zero is None else zero, scale if bias is None else bias, out
     sizes = num_rows, columns, x.shape[1], words.shape[1]
     if num_rows == 1 and words.shape[2] == WORDS:
-        multiply(x, Stored(words, scale, zero, bias), out, bits, is_gated=is_gated)
+        multiply(x, PackedArrays(words, scale, zero, bias), out, bits, is_gated=is_gated)
         return
     if num_rows <= FEW:
         tile = few_tile(columns, bits, is_gated=is_gated)

@@ -14,7 +14,9 @@ def many(
     BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_M rows, or a share of their sums. Programs that read the same weights begin together."""
+    """Compute BLOCK_N outputs of BLOCK_M rows, or a share of their sums. Programs that read the same weights are
+    launched next to each other.
+    """
     begin_next()
     PARTS: tl.constexpr = 1 if IS_WHOLE else 16 // BITS
     TYPE: tl.constexpr = tl.int32 if IS_WHOLE else tl.float32

@@ -25,15 +25,17 @@ def few(
     WIDTH: tl.constexpr, IS_GATED: tl.constexpr, IS_EVEN: tl.constexpr, SLICES: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of all rows; gated: half as many of the gate and of what it is for, whose rows of weights follow
-    all of the gate's. A block of a row of weights has WIDTH words; each slice is the sum of every SLICES-th block."""
+    """Compute BLOCK_N outputs of all rows. With IS_GATED, half of them belong to the gate and half to the gated values,
+    whose rows of weights follow all of the gate's. A block of a row of weights has WIDTH words; each slice sums every
+    SLICES-th block.
+    """
     begin_next()
     PARTS: tl.constexpr = 1 if IS_WHOLE else 16 // BITS
     TYPE: tl.constexpr = tl.int32 if IS_WHOLE else tl.float32
     OWN: tl.constexpr = BLOCK_N // (1 + IS_GATED)
     first = tl.program_id(0) * OWN
     i = tl.arange(0, BLOCK_N)
-    # Behind the last one: it again, for nobody.
+    # Rows behind the end repeat the last one and are discarded.
     row = (tl.minimum(first + i % OWN, columns - 1) + i // OWN * columns).to(tl.int64)
     _prefetch(words, row, num_blocks, WIDTH, LINES)
     slices = tl.arange(0, SLICES)
@@ -74,7 +76,9 @@ def few(
 def _added(
     sums, codes, values, totals, scales, zeros, PART: tl.constexpr, BITS: tl.constexpr, HAS_ZERO: tl.constexpr
 ):  # fmt: skip
-    """Of 4 bits a group's sum is scaled, not each of its weights: that would be the most of the work."""
+    """Add the products of codes. With 4 bits the sum of a group is scaled instead of each weight, which would be most
+    of the work.
+    """
     if BITS == 4:
         return sums + _scaled(tl.dot(codes, values, input_precision="ieee"), totals, scales, zeros, PART, HAS_ZERO)
     else:
@@ -83,14 +87,14 @@ def _added(
 
 @triton.jit
 def _prefetch(words, row, num_blocks, WIDTH: tl.constexpr, LINES: tl.constexpr):
-    """The first LINES blocks of these rows on their way into the L2 cache."""
+    """Prefetch the first LINES blocks of these rows into the L2 cache."""
     line = tl.minimum(tl.arange(0, LINES), num_blocks - 1)
     fetch_ahead(words + (row[:, None] * num_blocks + line[None, :]) * WIDTH)
 
 
 @triton.jit
 def _codes(words, BITS: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """A tuple: of each part of the words its codes, those of 4 bits and 128."""
+    """Return the codes of each part of the words, as a tuple. Codes of 4 bits are returned plus 128."""
     if IS_WHOLE:
         return (words,)
     elif BITS == 8:
@@ -107,7 +111,7 @@ def _scales_at(scale, zero, at, BITS: tl.constexpr, HAS_ZERO: tl.constexpr):
 
 @triton.jit
 def _scaled(sums, totals, scales, zeros, PART: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Of sums of x by 128 + code, and of x: those of x by weights."""
+    """Convert sums of x times (128 + code), given the sums of x, to sums of x times weights."""
     origin = 136 + number(zeros, PART)[:, :, None] if HAS_ZERO else 136.0
     return (sums - totals * origin) * number(scales, PART)[:, :, None]
 

@@ -1,4 +1,4 @@
-"""What packed codes (lowbit.py) stand for: in registers, or all of a matrix; and the codes of activations."""
+"""Values of packed codes (lowbit.py), in registers or for a whole matrix, and quantization of activations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def _nibbles(has_zero: bool) -> str:
-    """Instructions that make weights of two words at a time: a code in the low bits of 128.0 in bf16 adds up to 128 +
-    code. All in one, for what is calculated between the instructions of the tensor cores makes them wait."""
+    """Return the instructions that make weights of two words at a time: a code in the low bits of 128.0 in bf16 is the
+    number 128 + code. All are in one block, because what is computed between the instructions of the tensor cores makes
+    them wait.
+    """
     lines = ["{", ".reg .b32 t, origin;", "mov.b32 origin, 0x43084308;"]
     for part in range(4):
         lines.append(f"shr.b32 t, $4, {4 * part}; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;")
@@ -38,7 +40,7 @@ UNPACKED = 32  # rows that a program unpacks
 
 @triton.jit
 def finished(sums, x_scale, scale, bias, m, n, num_rows, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, has_bias):
-    """With the scales of its rows and columns, and the bias."""
+    """Apply the scales of rows and columns, and the bias."""
     y = sums.to(tl.float32)
     if IS_WHOLE:
         y = y * tl.load(x_scale + m, mask=m < num_rows, other=0)
@@ -53,7 +55,7 @@ def finished(sums, x_scale, scale, bias, m, n, num_rows, BITS: tl.constexpr, IS_
 def weights_of(
     words, scale, zero, block, row, columns, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr
 ):  # fmt: skip
-    """[rows, columns of a block] to multiply with."""
+    """Return weights [rows, columns of a block] as operands of a product."""
     if IS_WHOLE:
         return words
     elif BITS == 8:
@@ -92,7 +94,7 @@ def _four(four):
 
 @triton.jit
 def number(four, PART: tl.constexpr):
-    """One of the four bf16 in 64 bits, as float32."""
+    """Return one of the four bf16 in 64 bits, as float32."""
     two = (four >> PART // 2 * 32).to(tl.int32)
     return (two & -65536 if PART % 2 else two << 16).to(tl.float32, bitcast=True)
 
@@ -117,7 +119,7 @@ def bytes_of(words):
 
 @triton.jit
 def round_bf16(x):
-    """float32 to the nearest bf16, ties to even, which the interpreter, that cannot calculate with it, does by hand."""
+    """Round float32 to the nearest bf16, ties to even, without bf16 arithmetic, which the interpreter lacks."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
@@ -127,7 +129,7 @@ def round_bf16(x):
 
 @triton.jit
 def round_whole(x):
-    """To the nearest whole number, ties to even; |x| < 2^22."""
+    """Round to the nearest whole number, ties to even, for |x| < 2^22."""
     if INTERPRETED:
         return x + 12582912.0 - 12582912.0  # 1.5 * 2^23, where the neighbours of a float32 are whole numbers
     else:  # not by that sum: a product before it would not be rounded first
@@ -135,7 +137,7 @@ def round_whole(x):
 
 
 def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """i8 [T, K] and f32 [T]: whole numbers up to 127, and what one stands for."""
+    """Quantize x to i8 [T, K] with scales f32 [T]. The codes are integers up to 127."""
     codes, scale = torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x), dtype=torch.float32)
     block = triton.next_power_of_2(x.shape[1])
     _codes_of[(len(x),)](x, codes, scale, x.shape[1], block, num_warps=4 if block <= 4096 else 16, **PDL)
@@ -157,7 +159,7 @@ def _codes_of(x, codes, scale, width, BLOCK: tl.constexpr):
 
 
 def unpack(weight: tuple[Tensor, Tensor, Tensor | None], x: Tensor) -> Tensor:
-    """[N, K] in the type of x, whose columns say what K is."""
+    """Return the weight [N, K] in the type of x, whose columns give K."""
     words, scale, zero = weight
     num_rows, num_blocks = words.shape[:2]
     out = x.new_empty(num_rows, x.shape[1])
@@ -183,7 +185,7 @@ def _unpack(
     words, scale, zero, out, num_rows, width, BITS: tl.constexpr, HAS_ZERO: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A block of ROWS rows."""
+    """Unpack a block of ROWS rows."""
     begin_next()
     wait_for_inputs()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -18,8 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
-    """residual += x in place, and its norm. From the first sum on a residual of float16 is float32: it can be larger
-    than anything that is added to it."""
+    """Add x to the residual in place and return the norm of the sum. After the first sum a residual of float16 is
+    float32, because it can be larger than anything that is added to it.
+    """
     if residual.dtype == torch.float16:
         residual = residual.float()
     y = torch.empty_like(x)
@@ -43,7 +44,7 @@ def _warps(block: int) -> int:
 
 
 def square_sums(qkv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
-    """f32 [T, 2]: the sums of the squares of the query part and of the key part."""
+    """Return the sums of squares of the query part and of the key part: f32 [T, 2]."""
     sums = qkv.new_empty(len(qkv), 2, dtype=torch.float32)
     if len(qkv):
         sizes = num_heads * head_dim, num_kv_heads * head_dim
@@ -65,7 +66,9 @@ def wide_norm(
     k_size: int,
     epsilon: float,
 ) -> Tensor:
-    """The query part and the key part of `qkv`, each normed by the sum of squares of all ranks; values copied."""
+    """Normalize the query part and the key part of `qkv`, each by the sum of squares over all ranks, and copy the
+    values.
+    """
     y = torch.empty_like(qkv)
     if len(qkv):
         ends = num_heads * head_dim, (num_heads + num_kv_heads) * head_dim

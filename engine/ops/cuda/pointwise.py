@@ -1,4 +1,4 @@
-"""What a step computes element by element: rows of the embedding table, rotary angles, the gate of the MLP."""
+"""Elementwise parts of a step: rows of the embedding table, rotary angles, the gate of the MLP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 1024  # elements a program
 
 
 def embedding(token_ids: Tensor, table: Tensor, *, first_id: int) -> Tensor:
-    """Row `token_ids[t] - first_id` of the table [V, H]; zeros for an id that it does not hold. [T, H]"""
+    """Return rows `token_ids[t] - first_id` of the table [V, H], with zeros for ids that it does not hold: [T, H]."""
     out = table.new_empty(len(token_ids), table.shape[1])
     if len(token_ids):
         grid = len(token_ids), triton.cdiv(table.shape[1], BLOCK)
@@ -22,7 +22,7 @@ def embedding(token_ids: Tensor, table: Tensor, *, first_id: int) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, *, attention_scaling: float) -> Tensor:
-    """f32 [T, R]: the cosines of the R/2 angles of each position, then their sines."""
+    """Return the cosines of the R/2 angles of each position, then their sines: f32 [T, R]."""
     half = len(inv_freq)
     out = inv_freq.new_empty(len(positions), 2 * half)
     if len(positions):
@@ -54,7 +54,7 @@ def replace_rows(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, gate the first half of each row; [T, 2 F] -> [T, F]."""
+    """Compute silu(gate) * up, with the gate in the first half of each row: [T, 2 F] -> [T, F]."""
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     if num_rows:
@@ -63,7 +63,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, gate the first half of each row; [T, 2 F] -> [T, F]."""
+    """Compute gelu(gate) * up, with the gate in the first half of each row: [T, 2 F] -> [T, F]."""
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     if num_rows:
@@ -72,7 +72,7 @@ def geglu(gate_up: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU by tanh, element by element."""
+    """Compute the tanh approximation of GELU, element by element."""
     out = torch.empty_like(x)
     if len(x):
         _gelu[(len(x), triton.cdiv(x.shape[1], BLOCK))](x, out, x.shape[1], False, BLOCK, **PDL)
@@ -92,7 +92,9 @@ def softcap(x: Tensor, *, cap: float) -> Tensor:
 
 
 def last_tokens_in(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
-    """`token_ids` where those below -1 are replaced: -2 - slot stands for the last token that was chosen for a slot."""
+    """Return `token_ids` with every id below -1 replaced: -2 - slot stands for the last token that was sampled for the
+    slot.
+    """
     out = torch.empty_like(token_ids)
     block = min(triton.next_power_of_2(len(token_ids)), BLOCK)
     grid = (triton.cdiv(len(token_ids), block),)

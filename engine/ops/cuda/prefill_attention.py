@@ -1,5 +1,5 @@
-"""Attention of long prompts that begin in this step, by cuDNN, whose kernel has 1.3 times the speed of ours. It wants
-keys and values side by side, and to know their number on the host.
+"""Attention of long prompts that begin in this step, by cuDNN, whose kernel is 1.3 times as fast as ours. It needs
+contiguous keys and values, and their number on the host.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Fresh(NamedTuple):
 
 
 class KnownStarts(NamedTuple):
-    """What is given as `query_starts` for a step with such prompts, which are its last ones."""
+    """The `query_starts` of a step with such prompts, which are the last ones of the step."""
 
     starts: Tensor
     fresh: list[Fresh]
 
 
 def find(query_starts: np.ndarray, context_lens: np.ndarray) -> list[Fresh]:
-    """The long ones behind which there are no others."""
+    """Return the long prompts at the end of the step that have nothing in the cache yet."""
     fresh: list[Fresh] = []
     for request in reversed(range(len(context_lens))):
         begin, end = int(query_starts[request]), int(query_starts[request + 1])
@@ -47,7 +47,9 @@ def find(query_starts: np.ndarray, context_lens: np.ndarray) -> list[Fresh]:
 
 
 def are_taken(dtype: torch.dtype, kv_cache: Tensor) -> bool:
-    """On a CPU, for tests, by what torch has there; cuDNN's fast kernel is for GPUs with a copy engine."""
+    """Return whether such prompts can be computed this way. On a CPU torch's own attention is used, for tests; cuDNN's
+    fast kernel needs a GPU with a copy engine.
+    """
     if kv_cache.dtype != dtype or kv_cache.shape[-1] > MAX_HEAD_DIM or kv_cache.shape[-1] % 8:
         return False
     if kv_cache.device.type != "cuda":
@@ -56,8 +58,9 @@ def are_taken(dtype: torch.dtype, kv_cache: Tensor) -> bool:
 
 
 def attend(query: Tensor, pairs: Tensor, scale: float) -> Tensor:
-    """Queries [T, Hq D] of the first tokens of a request, whose keys and values are `pairs` [2, Hkv, T, D]:
-    [T, Hq D]."""
+    """Compute causal attention of queries [T, Hq D], the first tokens of a request, over `pairs` [2, Hkv, T, D], its
+    keys and values. Return [T, Hq D].
+    """
     num_tokens, fill = len(query), -len(query) % STEP
     if fill:  # behind the last token, which does not see it
         query, pairs = pad(query, (0, 0, 0, fill)), pad(pairs, (0, 0, 0, fill))

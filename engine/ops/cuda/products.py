@@ -20,7 +20,7 @@ SMALL = 2, 2048  # for more columns and where there are two rows of weights for 
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] times weight [N, K]: [T, N] in the type of x, which is the weight's."""
+    """Multiply x [T, K] with weight [N, K]. Return [T, N] in the type of both."""
     if len(x) == 1:
         return _gemv(x, weight, bias, x.new_empty(1, len(weight)))
     if skinny_gemm.are_few(x):
@@ -29,7 +29,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear`, then `swiglu`: [T, K], [2 F, K] -> [T, F]."""
+    """Compute `linear`, then `swiglu`: [T, K], [2 F, K] -> [T, F]."""
     if len(x) == 1:
         return _gemv(x, weight, bias, x.new_empty(1, len(weight) // 2), is_gated=True)
     if skinny_gemm.are_few(x):
@@ -38,7 +38,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def logits(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
-    """`linear` for the last one of a graph: its sums stay float32. [S, K], [V, K] -> f32 [S, V]."""
+    """Compute the last linear layer of a graph, whose sums stay float32: [S, K], [V, K] -> f32 [S, V]."""
     if len(x) == 1:
         return _gemv(x, weight, None, x.new_empty(1, len(weight), dtype=torch.float32))
     if x.dtype == torch.float32:
@@ -49,7 +49,7 @@ def logits(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
 
 
 def gather_rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Without `rows` all of them."""
+    """Return the given rows of x, or all of them without `rows`."""
     return x if rows is None else x.index_select(0, rows)
 
 
@@ -69,8 +69,9 @@ def _multiply(
     x, weight, bias, out, columns, width, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs. Gated: of the gate, and as many of what it is for, whose rows of weights follow all of the
-    gate's."""
+    """Compute BLOCK_N outputs; with IS_GATED, those of the gate and as many gated values, whose rows of weights follow
+    all of the gate's.
+    """
     begin_next()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

@@ -1,5 +1,6 @@
-"""What comes before attention: norms of heads, rotation and the write into the paged cache, in one kernel. Where each
-request has one token, attention does it itself, by the same functions."""
+"""Work before attention in one kernel: norms of heads, rotation, and the write to the paged cache. If each request has
+one token, the attention kernel does it with the same functions.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ HEADS = 8  # that a program writes
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """Norms of query and key heads that are still to be done, by `head_norm_paged_attention`."""
+    """Norms of query and key heads that `head_norm_paged_attention` has yet to apply."""
 
     qkv: Tensor
     q_weight: Tensor
@@ -27,7 +28,7 @@ class HeadNorm:
 
 
 def rotate_heads(qkv: Tensor, cos_sin: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
-    """`qkv` with its query and key heads rotated."""
+    """Return `qkv` with its query and key heads rotated."""
     y = qkv.new_empty(qkv.shape)
     if len(qkv):
         grid = len(qkv), triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
@@ -46,8 +47,9 @@ def place_all(
     num_heads: int,
     pairs: Tensor | None = None,
 ) -> Tensor:
-    """Writes rotated keys, and values, into the cache, and into `pairs` [2, Hkv, T, D]; returns the rotated queries
-    [T, Hq D]."""
+    """Write rotated keys, and values, to the cache, and to `pairs` [2, Hkv, T, D] if given. Return the rotated queries
+    [T, Hq D].
+    """
     heads, norm, has_norm = opened(qkv)
     num_kv_heads, (block_size, head_dim) = kv_cache.shape[2], sizes_of(kv_cache)
     query = heads.new_empty(len(heads), num_heads * head_dim)
@@ -62,22 +64,25 @@ def place_all(
 
 
 def opened(qkv: Tensor | HeadNorm) -> tuple[Tensor, tuple[Tensor, Tensor, float], bool]:
-    """All heads, then what `turned` is told of their norms: weights and epsilon, and whether there are any."""
+    """Return all heads, the arguments of `turned` for their norms (weights and epsilon), and whether there are
+    norms.
+    """
     if isinstance(qkv, HeadNorm):
         return qkv.qkv, (qkv.q_weight, qkv.k_weight, qkv.epsilon), True
     return qkv, (qkv, qkv, 0.0), False
 
 
 def sizes_of(kv_cache: Tensor) -> tuple[int, int]:
-    """Tokens of a block, elements of a key."""
+    """Return the number of tokens of a block and of elements of a key."""
     block_size, stored = kv_cache.shape[3:]
     return block_size, stored - scale_bytes(str(kv_cache.dtype).removeprefix("torch."))
 
 
 @triton.jit
 def request_of(query_starts, num_requests, index, TOKENS: tl.constexpr):
-    """The last request b with query_starts[b] // TOKENS + b <= index: whose tile of TOKENS tokens, counted with a spare
-    one for each request, has this number. With TOKENS = 0: whose token it is."""
+    """Return the last request b with query_starts[b] // TOKENS + b <= index, which owns the tile of TOKENS tokens with
+    this index if each request has one spare tile. With TOKENS = 0, return the request of the token.
+    """
     low = 0
     high = num_requests
     while high - low > 1:
@@ -97,7 +102,7 @@ def _rotate(
     qkv, cos_sin, y, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One token, HEADS of its heads."""
+    """Rotate HEADS heads of one token."""
     begin_next()
     wait_for_inputs()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -119,7 +124,7 @@ def _place(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One token, HEADS of its Hq + 2 Hkv heads."""
+    """Process HEADS of the Hq + 2 Hkv heads of one token."""
     begin_next()
     wait_for_inputs()
     token = tl.program_id(0)
@@ -152,8 +157,10 @@ def placed(
     HAS_NORM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, D]: a token's turned queries of the key/value head program_id(1). `is_last`: this program comes to the
-    token's own key and value, and writes them where it then reads them. `table`: of its request's blocks."""
+    """Return the rotated queries of a token for the key/value head program_id(1), [ROWS, D]. With `is_last`, this
+    program also reads the token's own key and value, so it writes them to the cache first. `table` holds the blocks of
+    the request.
+    """
     heads: tl.constexpr = NUM_KV_HEADS * GROUP
     kv_head = tl.program_id(1)
     q = turned(
@@ -179,7 +186,9 @@ def turned(
     HAS_NORM: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
 ):  # fmt: skip
-    """f32 [heads, D]: of a token's queries, keys and values, the first two normed, if there are norms, and rotated."""
+    """Return queries, keys and values of a token, f32 [heads, D]. Queries and keys are normalized, if there are norms,
+    and rotated.
+    """
     d = tl.arange(0, PADDED_DIM)
     is_in = is_head[:, None] & (d < HEAD_DIM)[None, :]
     base = qkv + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
@@ -208,8 +217,9 @@ def write(
     cache, block, position, head, x, is_in,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Heads of keys, then of values, [heads, D], of a position in its block of the cache, where they lie in that order,
-    too."""
+    """Write heads of keys, then of values, [heads, D], of one position to its block of the cache, which has the same
+    order.
+    """
     row = head * BLOCK_SIZE + position % BLOCK_SIZE
     if cache.dtype.element_ty == tl.int8:
         put(cache, block, row, x, is_in, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)

@@ -126,7 +126,7 @@ def _sorted(ids: Tensor, num_experts: int) -> Order:
 def _row_logits(
     x, weight, bias, out, num_experts, width, HAS_BIAS: tl.constexpr, EXPERTS: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    """Logits of one token."""
+    """Compute the router's logits of one token."""
     begin_next()
     row = tl.program_id(0).to(tl.int64)
     n, k = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS), tl.arange(0, DEPTH)

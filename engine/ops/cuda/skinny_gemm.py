@@ -27,8 +27,9 @@ def are_few(x: Tensor) -> bool:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> Tensor:
-    """x [T, K] times weight [N, K], and the bias: into `out`, [T, N], or the `swiglu` of that, rounded as if it were
-    stored between."""
+    """Write x [T, K] times weight [N, K], plus the bias, to `out` [T, N]; with `is_gated`, its `swiglu`, rounded as if
+    the product had been stored in between.
+    """
     (num_rows, width), columns = x.shape, out.shape[1]
     num_programs = triton.cdiv(columns, WEIGHTS // (1 + is_gated))
     _multiply[(num_programs,)](
@@ -40,7 +41,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_
 
 
 def _num_ahead(num_programs: int) -> int:
-    """So many that all programs run at once, if they can."""
+    """Return the number of tiles to read ahead, so that all programs run at once if they can."""
     per_sm = triton.cdiv(num_programs, num_sms())
     room = shared_memory() // ((WEIGHTS + FEW) * DEPTH * 2)
     return min(room // per_sm, MOST_AHEAD) if per_sm <= CROWD else AHEAD
@@ -52,13 +53,16 @@ def _multiply(
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_WHOLE: tl.constexpr, WEIGHTS: tl.constexpr, DEPTH: tl.constexpr,
     ROWS: tl.constexpr, EARLY: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """WEIGHTS outputs of each row; gated: half as many of the gate and of what it is for, whose weights follow all of
-    the gate's. IS_WHOLE: DEPTH divides the width."""
+    """Compute WEIGHTS outputs of each row. With IS_GATED, half of them belong to the gate and half to the gated values,
+    whose weights follow all of the gate's. IS_WHOLE says that DEPTH divides the width.
+    """
     begin_next()
     OWN: tl.constexpr = WEIGHTS // (1 + IS_GATED)
     first = tl.program_id(0) * OWN
     i = tl.arange(0, WEIGHTS)
-    n = tl.minimum(first + i % OWN, columns - 1) + i // OWN * columns  # behind the last one: it again, for nobody
+    n = (
+        tl.minimum(first + i % OWN, columns - 1) + i // OWN * columns
+    )  # rows behind the end repeat the last one and are discarded
     at_column = weight + n.to(tl.int64)[:, None] * width
     fetch_ahead(at_column + tl.minimum(tl.arange(0, EARLY) * LINE, width - 1)[None, :])
     wait_for_inputs()

@@ -138,7 +138,7 @@ DEVIATIONS = (
         "A chat whose roles do not alternate",
         "the documents' example has user, system, user",
         "every message is handed to the model's chat template as it is, none is merged; a template that wants other"
-        " roles refuses them, which the client is told (400)",
+        " roles refuses them with an error (400)",
         "Merged messages would be another prompt than the one that was asked for.",
     ),
     Deviation(

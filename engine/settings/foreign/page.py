@@ -1,4 +1,4 @@
-"""docs/migrating.md: `python -m engine.settings.foreign.page` prints it."""
+"""Generator of docs/migrating.md: `python -m engine.settings.foreign.page` prints the page."""
 
 from __future__ import annotations
 

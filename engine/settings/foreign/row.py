@@ -1,4 +1,6 @@
-"""One option or environment variable of another server, and what it means here. Knows none of them: see table.py."""
+"""One option or environment variable of another server, and its meaning here. The options themselves are in
+table.py.
+"""
 
 from __future__ import annotations
 

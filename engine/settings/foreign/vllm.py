@@ -102,7 +102,7 @@ ROWS: tuple[OptionRow, ...] = (
     ),
     ignored(
         "--guided-decoding-backend",
-        "every form of answer is always enforced, by llguidance",
+        "structured output is always enforced, by llguidance",
         *BOTH,
         aliases=("--structured-outputs-config.backend",),
     ),

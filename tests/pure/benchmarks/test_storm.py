@@ -96,7 +96,7 @@ def test_who_is_struck_twice_is_counted_with_both():
     assert (second.open, second.paused, second.cut) == (1, 0, 1)
 
 
-def test_the_longest_waits_are_told_with_the_disturbances_meanwhile():
+def test_the_longest_waits_are_reported_with_their_disturbances():
     ledger = Ledger()
     quick, slow = ledger.begin(RIGHT, 0.0, name="whole a"), ledger.begin(RIGHT, 1.0, name="native stream b")
     quick.take(Part("abc", (1, 2, 3), 0, "length"), 2.0)
@@ -158,7 +158,9 @@ def test_what_is_lost_or_wrong_is_broken_whatever_was_killed():
 
 
 def samples(ends, mb_of):
-    """Every two seconds, of a process that begins anew at each of `ends`. `mb_of`: of the second and its age."""
+    """Return samples of a process every two seconds. The process restarts at each of `ends`; `mb_of` is a function of
+    the second and the process's age.
+    """
     return [
         Sample(at_s, at_s - began, mb_of(at_s, at_s - began))
         for began, end in itertools.pairwise([-5, *ends])

@@ -43,7 +43,7 @@ def answers_of(token_ids, name, count):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_answers_are_those_of_transformers(family, exported):
-    """All searches run at once, with their prompt in chunks, beside sampled answers."""
+    """All searches run at once, with their prompts in chunks, next to sampled answers."""
     prompt = golden(family)[f"prompt_{READ_LEN}"].tolist()
     config = Config(batch_size=20, max_num_batched_tokens=50, block_bs=4)
     executor = make_executor(exported(family), config)
@@ -127,7 +127,7 @@ def run_and_drop(loop, dropped):
 
 @pytest.mark.parametrize(("num_blocks", "block_ratio"), [(300, 0.75), (40, 0.95), (60, 1.0)])
 def test_searches_of_all_widths_come_and_go_and_every_block_comes_back(num_blocks, block_ratio):
-    """The executor notices a beam that reads the tokens of another, and a write into a shared block."""
+    """The executor detects a beam that reads the tokens of another, and a write to a shared block."""
     loop = EngineLoop(Opinions(num_blocks, 4), num_blocks, Config(batch_size=12, block_ratio=block_ratio))
     searches = list(random_searches(random.Random(5)))
     plain = [Request(f"plain {n}", [n], 1, Sampling(50, temperature=0)) for n in range(4)]

@@ -181,7 +181,7 @@ def test_an_executor_that_runs_ahead_always_has_a_step_more():
 
 
 def test_a_step_grows_older_while_its_result_is_awaited():
-    """The statistics show its age, so that a caller can see that it hangs."""
+    """The statistics show the age of the step, so that a caller can detect that it hangs."""
     loop, seen = a_loop(), []
     finish = loop.executor.finish
     loop.executor.finish = lambda: (seen.append(loop.stats()), finish())

@@ -40,7 +40,9 @@ def expected():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_and_hidden_states_are_those_of_transformers(family, exported, expected):
-    """In chunks that fill no block, beside one another, and again with a prefix cache that has it all."""
+    """The prompts run in chunks that fill no block, next to one another, and again with a prefix cache that has all of
+    them.
+    """
     prompt = golden(family)[f"prompt_{READ_LEN}"].tolist()
     config = Config(batch_size=4, max_num_batched_tokens=29, block_bs=4)
     executor = make_executor(exported(family), config)
@@ -68,7 +70,7 @@ def test_the_logits_that_are_read_in_a_step_are_bounded_in_bytes():
 
 
 def test_the_outputs_of_a_step_are_those_of_the_request_that_had_the_slot_at_its_launch():
-    """The next step may be launched, with another request in the slot, before the first has ended."""
+    """The next step may be launched, with another request in the slot, before the first one has ended."""
     states, spec = PooledStates(), PromptOutputSpec(num_pooled=2, returns_pooled=True)
     states.begin(0)
     first = states.specs(Batch([Row(0, 0, [1, 2], prompt_spec=spec)], has_prompt_outputs=True))
@@ -92,7 +94,9 @@ def a_loop(num_blocks=64, **settings):
 
 
 def test_every_token_but_the_first_has_a_score_whatever_its_neighbours_do():
-    """Prompts of all lengths around chunks and blocks, among answers that grow; a pool that is too small preempts."""
+    """Prompts have all lengths around chunks and blocks and run among growing answers, in a pool that is too small, so
+    that requests are preempted.
+    """
     for num_blocks in (64, 22):
         loop = a_loop(num_blocks, max_num_batched_tokens=9, batch_size=8, block_ratio=0.9)
         prompts = {str(size): list(range(size, 2 * size)) for size in (1, 2, 3, 8, 9, 10, 17, 24)}

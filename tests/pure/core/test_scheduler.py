@@ -329,7 +329,7 @@ def test_a_prompt_that_begins_alike_computes_only_what_is_new():
 
 
 def test_a_preempted_request_finds_its_blocks_on_the_host():
-    """Without SWAP_SPACE nothing is found in the cache after a preemption, with it all full blocks are."""
+    """The cache has all full blocks after a preemption with SWAP_SPACE, and none without it."""
     found = {}
     for num_host_blocks in (0, 8):
         pool = BlockPool(6, 4, num_host_blocks=num_host_blocks)

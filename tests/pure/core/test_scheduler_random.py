@@ -78,8 +78,9 @@ class World:
         self.scheduler = Scheduler(pool, self.limits)
 
     def add(self):
-        """A request that just fits at most; half of them begin alike, some have been begun before a crash, some want
-        several answers."""
+        """Add a request that fits. Half of the requests share a prefix, some were begun before a crash, and some want
+        several answers.
+        """
         rng, room = self.rng, self.num_blocks // len(self.groups) * self.block_size
         prompt_len = rng.randint(1, min(room, 40))
         start = 0 if rng.random() < 0.5 else rng.randrange(10**6)
@@ -104,8 +105,8 @@ class World:
             presence_penalty=rng.choice([0, 0, 0, 0.5]),  # its tokens are never pending
             stop_token_ids=(prompt[-1] + rng.randint(1, 40), rng.randrange(1009)),
         )
-        standing = {"owner": rng.choice("ab"), "priority": rng.choice([0, 0, 1])}
-        request = Request(str(len(self.requests)), list(prompt), len(prompt), sampling, **standing)
+        position = {"owner": rng.choice("ab"), "priority": rng.choice([0, 0, 1])}
+        request = Request(str(len(self.requests)), list(prompt), len(prompt), sampling, **position)
         self.requests[request.request_id] = request
         return request
 

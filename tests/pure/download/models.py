@@ -1,4 +1,4 @@
-"""What the tests of download_model share: a static model, a checkpoint, and how to look at what has arrived."""
+"""Helpers of the tests of download_model: a static model, a checkpoint, and checks of downloaded files."""
 
 import hashlib
 import json

@@ -125,7 +125,7 @@ def test_two_downloads_into_one_directory_take_turns(server, mirror, tmp_path):
     assert files_in(tmp_path / NAME) == STATIC
 
 
-def test_an_error_of_the_disk_is_told_with_the_name_of_the_file(mirror, tmp_path):
+def test_a_disk_error_is_reported_with_the_name_of_the_file(mirror, tmp_path):
     (tmp_path / NAME / "rank_0").mkdir(parents=True)
     (tmp_path / NAME / "rank_0/model.pdiparams.partial").mkdir()
     with pytest.raises(DownloadError, match="^rank_0/model.pdiparams: Is a directory"):

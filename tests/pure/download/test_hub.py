@@ -182,7 +182,7 @@ def test_a_draft_model_is_not_to_be_had_from_the_hub(server, hub, tmp_path):
     assert server.requests == []
 
 
-def test_too_little_room_is_told_before_anything_is_fetched(server, hub, tmp_path, monkeypatch):
+def test_too_little_space_is_reported_before_anything_is_downloaded(server, hub, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=250_000))
     with pytest.raises(DownloadError, match="1 MB needed, 0 MB are free"):
         download(NAME, tmp_path, hub)
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_an_unknown_family_is_refused_before_anything_but_its_co
     assert files_in(tmp_path / NAME) == CHECKPOINT
 
 
-def test_a_hub_that_cannot_be_reached_is_told_at_once_and_given_up_soon(hub, tmp_path, caplog, monkeypatch):
+def test_a_hub_that_cannot_be_reached_is_reported_at_once_and_given_up_soon(hub, tmp_path, caplog, monkeypatch):
     waits = []
     monkeypatch.setattr(Stop, "wait", lambda _, seconds: waits.append(seconds))
     with ModelServer() as ended:

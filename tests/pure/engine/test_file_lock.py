@@ -1,4 +1,4 @@
-"""The lock between processes: one at a time, and whoever waits is told."""
+"""Tests of the lock between processes: one process holds it at a time, and a waiting one is notified."""
 
 import errno
 import fcntl
@@ -10,17 +10,17 @@ import pytest
 from engine.file_lock import file_lock
 
 
-def test_the_second_is_told_to_wait_and_comes_next(tmp_path):
-    path, told, order = tmp_path / "lock", threading.Event(), []
+def test_the_second_is_notified_of_waiting_and_comes_next(tmp_path):
+    path, notified, order = tmp_path / "lock", threading.Event(), []
 
     def second():
-        with file_lock(path, told.set):
+        with file_lock(path, notified.set):
             order.append("second")
 
     with file_lock(path, pytest.fail):
         thread = threading.Thread(target=second)
         thread.start()
-        assert told.wait(60)
+        assert notified.wait(60)
         order.append("first")
     thread.join()
     assert order == ["first", "second"]

@@ -250,7 +250,7 @@ def test_a_closed_llm_may_be_closed_again_and_says_that_it_is(llm, monkeypatch):
 
 
 def test_a_fork_may_not_use_the_llm_of_its_parent_which_goes_on(llm):
-    with llm._lock:  # by another thread of the parent, so nobody gives it back in the child
+    with llm._lock:  # by another thread of the parent, so it is not released in the child
         pid = os.fork()
         if not pid:
             signal.alarm(10)
@@ -265,7 +265,7 @@ def test_a_fork_may_not_use_the_llm_of_its_parent_which_goes_on(llm):
     assert [answer.text for answer in llm.generate("a", GREEDY, progress=False)] == ["bcd"]
 
 
-def test_a_prompt_whose_form_cannot_be_compiled_is_refused_and_the_next_call_works(llm):
+def test_a_prompt_whose_grammar_cannot_be_compiled_is_refused_and_the_next_call_works(llm):
     with pytest.raises(InvalidRequest, match="The `guided_regex` cannot be compiled"):
         llm.generate(["a", {"text": "b", "guided_regex": "(", **GREEDY}], GREEDY, progress=False)
     assert [answer.text for answer in llm.generate(["a"], GREEDY, progress=False)] == ["bcd"]

@@ -36,7 +36,9 @@ def short_waits(monkeypatch):
 
 @contextmanager
 def a_raw_client(address):
-    """A client by hand: `ask` sends a message, `hear` gives the next that comes, by kind and fields; and its epoch."""
+    """Return the functions of a client without the library, and its epoch: `ask` sends a message, `hear` returns the
+    next received one by kind and fields.
+    """
     with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.linger, raw.rcvtimeo = 0, PATIENCE_S * 1000
         raw.connect(address)
@@ -57,7 +59,7 @@ def a_submission(epoch, request_id, max_new_tokens=500):
     return messages.SUBMIT, epoch, [5], [[request_id, sampling, []]], False, "", ("", 0)
 
 
-def test_a_silent_client_loses_its_requests_and_is_told_if_it_was_only_slow(monkeypatch):
+def test_a_silent_client_loses_its_requests_and_is_notified_if_it_was_only_slow(monkeypatch):
     with (
         connected(SlowExecutor(3000, 4, 0.001)) as (server, client),
         a_raw_client(server.address) as (ask, hear, epoch),
@@ -105,7 +107,7 @@ def test_an_idle_engine_sleeps_until_it_is_spoken_to(monkeypatch):
 
 
 class PausedExecutor(SlowExecutor):
-    """For whose process an hour passes during one step, as when a container is paused and goes on."""
+    """Executor for whose process an hour passes during one step, as when a container is paused and continues."""
 
     def finish(self):
         if len(self.batches) == 3:
@@ -134,7 +136,7 @@ def test_a_pause_of_the_engine_is_no_silence_of_its_clients(monkeypatch):
     [[b""], [b"GET / HTTP/1.1"], [b"\xc1"], [msgpack.packb(5)], [msgpack.packb(())], [b"a", b"b", b"c"]]
     + [[msgpack.packb((kind,))] for kind in (messages.SUBMIT, messages.CANCEL, "word", None)],
 )
-def test_a_message_that_is_none_of_ours_harms_nobody(parts):
+def test_a_foreign_message_harms_no_request(parts):
     with a_server() as server, a_raw_client(server.address) as (ask, hear, _):
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.connect(server.address)
@@ -167,7 +169,7 @@ ODD = [
 
 
 def oddly(rng, value):
-    """The same with something wrong in it."""
+    """Return the value with one error in it."""
     if not isinstance(value, list) or not value or rng.random() < 0.1:
         return rng.choice(ODD)
     place, changed = rng.randrange(len(value)), list(value)
@@ -182,7 +184,7 @@ def oddly(rng, value):
 
 
 def test_no_message_however_odd_ends_the_engine_or_harms_another_request(exported):
-    """Thousands of messages that are nearly right, to an engine with a real model."""
+    """Thousands of nearly correct messages are sent to an engine with a real model."""
     config = Config(block_bs=8, batch_size=4, cpu_threads=1)
     manifest = Manifest.read(exported("qwen2", block_size=16))
     executor = make_executor(exported("qwen2", block_size=16), config)
@@ -262,7 +264,7 @@ def test_a_message_larger_than_any_of_ours_is_not_taken():
 
 
 def test_what_a_client_may_send_is_less_than_the_engine_takes():
-    """The longest prompt, every answer nearly complete, and the most that can be asked of its sampling."""
+    """The request has the longest prompt, nearly complete answers, and as many sampling options as possible."""
     config = Config(max_seq_len=3000, max_dec_len=500)
     id_, words = 2**31 - 2, tuple((2**31 - 2,) * 1025 for _ in range(128))
     sampling = Sampling(500, stop_token_ids=(id_,) * 1100, bad_words=words, logit_bias=((id_, 99.5),) * 1024)
@@ -304,7 +306,9 @@ def test_an_id_that_is_open_is_refused_and_the_first_goes_on():
 
 @pytest.fixture
 def start():
-    """Starts `python -m engine.process` with these variables; ended at the latest with the test."""
+    """Return a function that starts `python -m engine.process` with these variables. The process ends with the test at
+    the latest.
+    """
     engines = []
 
     def start(run_dir, **variables):

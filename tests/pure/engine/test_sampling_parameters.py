@@ -1,4 +1,6 @@
-"""What is derived from the declaration of sampling parameters: from a request's field to a column of the sampler."""
+"""Tests of everything that is derived from the declaration of a sampling parameter, from the request field to a column
+of the sampler.
+"""
 
 import pytest
 

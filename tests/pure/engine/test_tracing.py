@@ -1,4 +1,4 @@
-"""Traces: a collector of OTLP gets the stages of a request as one trace, and nobody waits for it."""
+"""Tests of traces: an OTLP collector gets the stages of a request as one trace, and no request waits for it."""
 
 import contextlib
 import http.server
@@ -23,7 +23,7 @@ from tests.pure.gateway_fake import FakeBackend, running
 from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, an_input_processor
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-SECRET = "what nobody may read"
+SECRET = "a secret"
 TEXT = {"temperature": 0.5, "apply_chat_template": False}
 
 
@@ -108,30 +108,32 @@ def test_the_stages_of_a_request_follow_one_another_and_tell_numbers_only(collec
     ends = [spans[name]["endTimeUnixNano"] for name in ("queue", "prefill", "decode")]
     starts = [spans[name]["startTimeUnixNano"] for name in ("queue", "prefill", "decode")]
     assert ends[:2] == starts[1:] and starts[1] == str(int(began * 1e9)) and starts[0] == whole["startTimeUnixNano"]
-    told = whole["attributes"]
-    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (str(len(ids)), "3")
-    assert (told["gen_ai.usage.cache_read.input_tokens"], told["gen_ai.request.model"]) == ("2", "m")
-    assert (told["gen_ai.request.max_tokens"], told["gen_ai.request.temperature"]) == ("7", 0.5)
-    assert told["gen_ai.response.finish_reasons"] == {"values": [{"stringValue": "stop"}]}
+    attributes = whole["attributes"]
+    assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (str(len(ids)), "3")
+    assert (attributes["gen_ai.usage.cache_read.input_tokens"], attributes["gen_ai.request.model"]) == ("2", "m")
+    assert (attributes["gen_ai.request.max_tokens"], attributes["gen_ai.request.temperature"]) == ("7", 0.5)
+    assert attributes["gen_ai.response.finish_reasons"] == {"values": [{"stringValue": "stop"}]}
     assert SECRET.encode() not in b"".join(collector.payloads)
 
 
 def test_the_engine_says_when_a_request_began():
-    """With the first chunk of its prompt."""
+    """A request begins with the first chunk of its prompt."""
     loop, before = EngineLoop(CountingExecutor(8, 4), 8, Config(batch_size=1, max_num_batched_tokens=4)), time.time()
     first, second = (Request(name, [*range(9)], 9, Sampling(4)) for name in "ab")
     loop.add(first)
     loop.add(second)
     loop.step()
-    began_at, told = first.began_at, {}
+    began_at, attributes = first.began_at, {}
     while not loop.is_idle:
-        told |= {update.request.request_id: update.prompt_outputs for update in loop.step() if update.prompt_outputs}
-    assert before <= began_at == told["a"].began_at < told["b"].began_at <= time.time()
+        attributes |= {
+            update.request.request_id: update.prompt_outputs for update in loop.step() if update.prompt_outputs
+        }
+    assert before <= began_at == attributes["a"].began_at < attributes["b"].began_at <= time.time()
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "away"])
-def test_a_collector_that_is_slow_or_away_holds_nobody_up(is_silent, monkeypatch, caplog):
-    """A full queue drops; the log says so once."""
+def test_a_collector_that_is_slow_or_away_delays_no_request(is_silent, monkeypatch, caplog):
+    """A full queue drops spans, and the log mentions it once."""
     monkeypatch.setattr(tracing, "GATHER_S", 0.01)
     monkeypatch.setattr(tracing, "TIMEOUT_S", 0.1)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:

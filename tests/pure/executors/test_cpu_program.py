@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from engine.dtypes import to_bf16
-from engine.executors.cpu.program import Program
+from engine.executors.cpu.program import CpuProgram
 from engine.graph import Graph, Node, Value
 from engine.ops import cpu
-from engine.ops.cpu.library import Group, Pair
+from engine.ops.cpu.library import CAdapterPair, CAdapterRows
 
 VOCAB, NUM_TOKENS = 83, 70
 
@@ -56,7 +56,7 @@ def gated_graph(hidden: int, inner: int, is_read_twice: bool) -> tuple[Graph, di
 )
 def test_a_program_makes_the_bits_of_its_ops(hidden, inner, is_read_twice):
     graph, params = gated_graph(hidden, inner, is_read_twice)
-    program = Program(graph, params)
+    program = CpuProgram(graph, params)
     token_ids = np.random.default_rng(0).integers(0, VOCAB, NUM_TOKENS, dtype=np.int32)
     rows = np.arange(0, NUM_TOKENS, 3, dtype=np.int32)
     inputs = {"token_ids": token_ids, "logit_rows": rows, "block_tables": np.zeros((1, 1), np.int32)}
@@ -71,7 +71,7 @@ def test_a_program_makes_the_bits_of_its_ops(hidden, inner, is_read_twice):
 
 
 def product_graph(op: str, width: int, num_out: int) -> tuple[Graph, dict[str, np.ndarray]]:
-    """Rows of a table times a weight of few bits, and the swiglu of that."""
+    """Build a graph that multiplies rows of a table with a quantized weight and computes the swiglu of the product."""
     packed_width = -(-width // 128) * 64 if op.startswith("linear_int4") else width
     weight = np.random.default_rng(0).integers(-128, 128, (num_out, packed_width), np.int8)
     params = {"table": random(VOCAB, width), "weight": weight, "scale": random(num_out), "bias": random(num_out)}
@@ -98,7 +98,7 @@ def product_graph(op: str, width: int, num_out: int) -> tuple[Graph, dict[str, n
 def test_weights_of_few_bits_are_packed_and_change_no_bit(op, width, num_out, num_rows):
     graph, params = product_graph(op, width, num_out)
     token_ids = np.arange(num_rows, dtype=np.int32) % VOCAB
-    found = Program(graph, params).run(
+    found = CpuProgram(graph, params).run(
         {"token_ids": token_ids, "logit_rows": token_ids, "block_tables": np.zeros((1, 1), np.int32)}
     )
     given = [params[name] for name in ("weight", "scale", "zero", "bias") if name in params]
@@ -107,12 +107,12 @@ def test_weights_of_few_bits_are_packed_and_change_no_bit(op, width, num_out, nu
 
 @pytest.mark.parametrize("graph", [gated_graph(256, 256, False), product_graph("linear_int4", 2048, 256)])
 def test_weights_are_packed_without_threads_that_stay(graph):
-    """The steps are another thread's."""
+    """The steps run on another thread."""
     left, before = set(), cpu.num_threads()
 
     def make():
         there = set(os.listdir("/proc/self/task"))
-        Program(*graph)
+        CpuProgram(*graph)
         left.update(set(os.listdir("/proc/self/task")) - there)
 
     cpu.set_num_threads(3)
@@ -124,15 +124,18 @@ def test_weights_are_packed_without_threads_that_stay(graph):
 
 
 def test_an_adapter_changes_what_a_swiglu_reads():
-    """As where the two are never made in one, because something else reads it as well."""
+    """The result is as if the two ops were not fused, which is the case if another op reads the product as well."""
     found = []
     for is_read_twice in (False, True):
-        program = Program(*gated_graph(96, 160, is_read_twice))
+        program = CpuProgram(*gated_graph(96, 160, is_read_twice))
         rows = np.arange(5, dtype=np.int32)
         inputs = {"token_ids": rows, "logit_rows": rows, "block_tables": np.zeros((1, 1), np.int32)}
         without = program.run(inputs)["logits"].copy()
         a, b = random(1, 96), random(1, 320)
-        pairs, groups = (Pair * 1)(Pair(1, 1, 0, 320, a.ctypes.data, b.ctypes.data)), (Group * 1)()
+        pairs, groups = (
+            (CAdapterPair * 1)(CAdapterPair(1, 1, 0, 320, a.ctypes.data, b.ctypes.data)),
+            (CAdapterRows * 1)(),
+        )
         groups[0].pair, groups[0].end = ctypes.addressof(pairs), ctypes.addressof(pairs) + ctypes.sizeof(pairs)
         groups[0].rows[0], groups[0].num_rows[0] = rows.ctypes.data, len(rows)
         found.append(program.run(inputs, groups)["logits"].copy())

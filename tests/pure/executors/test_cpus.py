@@ -1,4 +1,4 @@
-"""How many threads the CPU ops get when nobody says."""
+"""Tests of the default number of threads of the CPU ops."""
 
 import os
 

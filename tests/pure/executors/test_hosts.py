@@ -1,4 +1,6 @@
-"""How several machines meet, as threads at 127.0.0.1, 127.0.0.2, ..., and whom they do not let in."""
+"""Tests of the rendezvous of several machines, which are threads at 127.0.0.1, 127.0.0.2, ..., and of callers that are
+refused.
+"""
 
 import contextlib
 import os
@@ -19,18 +21,20 @@ FACTS = {"MP_NUM": 4, "BATCH_SIZE": 50}
 
 
 class Hosts:
-    """Of which each test takes the parts it wants. `told` is what the master says it waits for."""
+    """Hosts of a group, of which each test uses the parts that it needs. `waits` are the messages of the waiting
+    master.
+    """
 
     def __init__(self, count):
         self.ips = tuple(f"127.0.0.{n + 1}" for n in range(count))
         self.machines = [Machines(self.ips, host, count) for host in range(count)]
         [self.port] = free_ports(1)
-        self.told = []
+        self.waits = []
 
     def master(self):
         """(followers, peers), in time."""
-        master = in_thread(rendezvous.wait_for_followers, self.machines[0], self.port, FACTS, self.told.append)
-        wait_until(lambda: self.told)
+        master = in_thread(rendezvous.wait_for_followers, self.machines[0], self.port, FACTS, self.waits.append)
+        wait_until(lambda: self.waits)
         return master
 
     def follower(self, host, facts=FACTS):
@@ -47,7 +51,9 @@ class Hosts:
 
 
 def in_thread(function, *arguments):
-    """Its result in time. One that waits for ever does not keep the test run."""
+    """Start the function in a thread and return a function that waits for its result. A thread that never ends does not
+    block the test run.
+    """
     result = Future()
 
     def run():
@@ -61,7 +67,7 @@ def in_thread(function, *arguments):
 
 
 def speak(peers_of):
-    """Each host says its number to all others; what each hears, in the order of its connections."""
+    """Let each host send its number to all others. Return what each receives, in the order of its connections."""
     for host, peers in enumerate(peers_of):
         for peer in peers:
             peer.sendall(bytes([host]))
@@ -84,10 +90,10 @@ def test_four_hosts_meet_and_each_is_connected_with_all_in_their_order(order):
 def test_the_master_tells_for_whom_it_waits():
     three = Hosts(3)
     master = three.master()
-    assert three.told == ["waits for 127.0.0.2, 127.0.0.3"]
+    assert three.waits == ["waits for 127.0.0.2, 127.0.0.3"]
     followers = [three.follower(1)]
-    wait_until(lambda: len(three.told) > 1)
-    assert three.told[1] == "waits for 127.0.0.3"
+    wait_until(lambda: len(three.waits) > 1)
+    assert three.waits[1] == "waits for 127.0.0.3"
     followers.append(three.follower(2))
     speak([each.result(PATIENCE_S)[1] for each in (master, *followers)])
 
@@ -139,7 +145,7 @@ def is_closed(sock):
         return True
 
 
-def test_a_host_that_has_something_else_is_told_what():
+def test_a_host_with_other_settings_is_refused_with_the_differences():
     two = Hosts(2)
     master = two.master()
     with pytest.raises(SetupError, match="127.0.0.1, which serves, refuses 127.0.0.2: BATCH_SIZE is 8 there, 50 here"):
@@ -154,9 +160,9 @@ def test_a_host_that_waits_and_ends_is_waited_for_again():
     three = Hosts(3)
     master = three.master()
     sock = three.call(1, rendezvous.FOLLOW, FACTS)
-    wait_until(lambda: three.told[-1] == "waits for 127.0.0.3")
+    wait_until(lambda: three.waits[-1] == "waits for 127.0.0.3")
     sock.close()
-    wait_until(lambda: three.told[-1] == "waits for 127.0.0.2, 127.0.0.3")
+    wait_until(lambda: three.waits[-1] == "waits for 127.0.0.2, 127.0.0.3")
     followers = [three.follower(1), three.follower(2)]
     speak([each.result(PATIENCE_S)[1] for each in (master, *followers)])
 
@@ -165,7 +171,7 @@ def test_a_host_that_calls_again_takes_the_place_of_its_earlier_call():
     three = Hosts(3)
     master = three.master()
     with three.call(1, rendezvous.FOLLOW, FACTS) as earlier:
-        wait_until(lambda: three.told[-1] == "waits for 127.0.0.3")
+        wait_until(lambda: three.waits[-1] == "waits for 127.0.0.3")
         followers = [three.follower(1)]
         assert is_closed(earlier)
         followers.append(three.follower(2))

@@ -35,7 +35,7 @@ def with_adapter(request: tuple, adapter: Adapter):
 
 
 def greedy(graph_dir, adapter=(), **settings):
-    """Tokens and their logprobs."""
+    """Return tokens and their log-probabilities."""
     config = Config(block_bs=4, batch_size=8, **HAS_SOME, **settings)
     executor = an_executor(graph_dir, config)
     sampling = Sampling(24, temperature=0, num_logprobs=0, adapter=adapter)
@@ -46,7 +46,7 @@ def greedy(graph_dir, adapter=(), **settings):
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory, checkpoint):
-    """Makes those of a family, by a number."""
+    """Return a function that makes adapters of a family, by number."""
     folder = tmp_path_factory.mktemp("adapters")
 
     def make(family, seed, **config) -> Adapter:
@@ -62,7 +62,9 @@ def adapter(tmp_path_factory, checkpoint):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_answers_as_the_checkpoint_that_it_was_merged_into(family, adapter, checkpoint, exported, tmp_path):
-    """All matrices, with a rank that is no power of two; then some, scaled by the root of the rank."""
+    """The adapters have all matrices, with a rank that is no power of two, or some of them, scaled by the root of the
+    rank.
+    """
     base, _ = greedy(exported(family, block_size=BLOCK_SIZE))
     some = {"target_modules": ["v_proj", "down_proj"], "use_rslora": True, "rank": 16}
     for seed, given in ((1, {"rank": 5}), (2, some)):
@@ -91,7 +93,7 @@ class Adapted:
 
 @pytest.mark.parametrize("quant_type", ["weight_only_int8", "weight_only_int4", "a8w8"])
 def test_the_weights_below_may_have_fewer_bits(quant_type, adapter, exported, monkeypatch):
-    """As the definition of the ops computes it, several of whose matrices are one."""
+    """The result is compared with the definition of the ops, several of whose matrices are stacked into one."""
     graph_dir, one = exported("qwen2", block_size=BLOCK_SIZE, quant_type=quant_type), adapter("qwen2", 3)
     (graph, params), tensors, deltas = paged_model.load(graph_dir), load_file(f"{one[1]}/adapter_model.safetensors"), {}
     parts = {"qkv_proj": "qkv", "gate_up_proj": ("gate", "up"), "o_proj": "o", "down_proj": ("down",)}
@@ -115,7 +117,7 @@ def test_the_weights_below_may_have_fewer_bits(quant_type, adapter, exported, mo
 
 @pytest.fixture(scope="module")
 def mixed(adapter):
-    """Requests of which some have one adapter, some another, some none; many of the same prompts."""
+    """Return requests with one adapter, with another one or with none; many of them share a prompt."""
     adapters = [(), adapter("qwen2", 1), adapter("qwen2", 2, rank=7)]
     requests = random_requests(seed=1)[:12]
     return [
@@ -153,7 +155,7 @@ def test_no_bit_of_an_answer_depends_on_the_adapters_of_others(exported, mixed, 
 def test_answers_to_one_prompt_and_searches_have_its_adapter(adapter, checkpoint, exported, tmp_path):
     one = adapter("qwen2", 1)
     export(merged(tmp_path / "merged", checkpoint("qwen2"), one[1]), tmp_path / "graph", ExportOptions(block_size=16))
-    told = []
+    reported = []
     for graph_dir, given in ((exported("qwen2", block_size=BLOCK_SIZE), one), (tmp_path / "graph", ())):
         config = replace(BASE, block_bs=4, max_num_batched_tokens=32, **HAS_SOME)
         executor = an_executor(graph_dir, config)
@@ -161,9 +163,9 @@ def test_answers_to_one_prompt_and_searches_have_its_adapter(adapter, checkpoint
         leader, *forks = (Request(f"f.{n}", list(PROMPT), len(PROMPT), each) for n, each in enumerate(samplings))
         leader.forks = forks
         token_ids, _, _ = run_loop(EngineLoop(executor, 400, config), a_search("s", PROMPT, 3, adapter=given), leader)
-        told.append([answers_of(token_ids, name, 3) for name in "sf"])
+        reported.append([answers_of(token_ids, name, 3) for name in "sf"])
         executor.close()
-    assert told[0] == told[1]
+    assert reported[0] == reported[1]
 
 
 def test_blocks_are_shared_by_requests_with_the_same_adapter_and_salt_only():
@@ -178,24 +180,24 @@ class Memory:
     """An executor as far as adapters go."""
 
     def __init__(self):
-        self.held, self.told = [], []
+        self.held, self.reported = [], []
 
     def load_adapter(self, adapter):
         if adapter[1] == "missing":
             raise InvalidRequest("it is missing")
         self.held.append(adapter[0])
-        self.told.append(adapter[0])
+        self.reported.append(adapter[0])
 
     def drop_adapter(self, adapter_id):
         self.held.remove(adapter_id)
 
 
-def test_the_one_that_nobody_has_asked_for_longest_makes_room():
+def test_the_least_recently_used_adapter_is_evicted():
     memory, used = Memory(), set()
     adapters = Adapters(memory, 2, lambda: used)
     for name in ("a", "b", "a", "c"):
         adapters.need((name, ""))
-    assert (memory.held, memory.told) == (["a", "c"], ["a", "b", "c"])
+    assert (memory.held, memory.reported) == (["a", "c"], ["a", "b", "c"])
     used |= {"a", "c"}
     with pytest.raises(Overloaded, match=r"requests of 2 adapters run or wait, .* MAX_LORAS\(2\)"):
         adapters.need(("d", ""))

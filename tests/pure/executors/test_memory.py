@@ -1,4 +1,4 @@
-"""How many KV blocks fit."""
+"""Tests of the number of KV blocks that fit in memory."""
 
 from contextlib import nullcontext
 

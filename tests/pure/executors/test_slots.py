@@ -1,4 +1,6 @@
-"""From a batch to the arrays of a step, worked out by hand, and through the numpy sampler to tokens."""
+"""Tests of the arrays of a step for a batch, worked out by hand, and of the tokens that the numpy sampler makes of
+them.
+"""
 
 import numpy as np
 import pytest
@@ -74,7 +76,7 @@ def test_a_block_table_grows_step_by_step_and_begins_anew_with_the_next_arrival(
 
 @pytest.mark.parametrize("new_block_ids", [[], [5, 9]], ids=["known", "new"])
 def test_a_copied_block_takes_its_place_in_the_table(new_block_ids):
-    """Also of a fork, whose blocks come with its first row and are told as they are after the copy."""
+    """This includes a fork, whose blocks come with its first row and are given as they are after the copy."""
     slots = slots_with(an_arrival())
     if not new_block_ids:
         slots.place(Batch([Row(0, 0, [1], [[5, 6]])]))
@@ -115,14 +117,14 @@ def test_penalties_see_the_answer_and_repetition_also_the_prompt(penalties, seen
 @pytest.mark.parametrize(("penalties", "seen"), [({}, {}), ({"repetition_penalty": 1.5}, {1: 0, 2: 25, 3: 1})])
 def test_what_the_penalties_see_is_the_same_however_the_answer_came(penalties, seen):
     tokens = [2, 3, *[2] * 24]
-    grown, told = slots_with(an_arrival(0, [1, 2], **penalties)), an_arrival(0, [1, 2], tokens, **penalties)
+    grown, resumed = slots_with(an_arrival(0, [1, 2], **penalties)), an_arrival(0, [1, 2], tokens, **penalties)
     for token_id in tokens:
         choose(grown, token_id)
-    assert dict(rows_of(grown, 0).seen_of(0)) == dict(rows_of(slots_with(told), 0).seen_of(0)) == seen
+    assert dict(rows_of(grown, 0).seen_of(0)) == dict(rows_of(slots_with(resumed), 0).seen_of(0)) == seen
 
 
 def choose(slots, *token_ids, row=None):
-    """One step in which the model has no doubt: of each token to choose, the next of `token_ids`."""
+    """Run one step with a certain model: for each token to sample, the next of `token_ids`."""
     logits = np.zeros((len(token_ids), VOCAB), np.float32)
     logits[np.arange(len(token_ids)), token_ids] = 1000
     return slots.sample(Batch([row or Row(0, 0, [0])]), logits, None, sample)
@@ -139,11 +141,11 @@ def test_stop_ids_are_banned_until_the_least_length(num_new_tokens, banned):
     [([], [4]), ([5], [4, 6]), ([5, 6], [4, 7]), ([6], [4]), ([5, 6, 5], [4, 6])],
 )
 def test_a_bad_word_is_banned_at_its_last_token(answer, banned):
-    """The prompt ends with 5, which does not begin the word: it must be in the answer as a whole."""
+    """The prompt ends with 5, which does not begin the word: the word must be in the answer as a whole."""
     slots = slots_with(an_arrival(0, [1, 5], bad_words=((4,), (5, 6), (5, 6, 7))))
-    told = slots_with(an_arrival(0, [1, 5], answer, bad_words=((4,), (5, 6), (5, 6, 7))))
+    resumed = slots_with(an_arrival(0, [1, 5], answer, bad_words=((4,), (5, 6), (5, 6, 7))))
     drafted = rows_of(slots, 0, tails=[answer])
-    for rows in (drafted, rows_of(told, 0)):
+    for rows in (drafted, rows_of(resumed, 0)):
         assert [token_id for token_id, _ in pairs_of(rows, 0)] == banned
 
 

@@ -36,7 +36,7 @@ SETTINGS = {"batch_size": 8, "block_ratio": 0.99}
 
 @pytest.fixture(scope="module")
 def models(exported, checkpoint, tmp_path_factory):
-    """Graphs of the same weights, by kind and number of ranks."""
+    """Return graphs of the same weights, by kind and number of ranks."""
     folder = tmp_path_factory.mktemp("spans")
     made = {("text", n): exported("qwen2", block_size=16, num_ranks=n) for n in (1, 2)}
     for kind, rope in (("spans", None), ("mrope", MROPE)):
@@ -54,7 +54,7 @@ def requests(models):
 
 @pytest.fixture(scope="module")
 def expected(models, requests):
-    """The answers to ordinary tokens by a model that takes text only, by the number of ranks."""
+    """Return the answers to ordinary tokens by a model that takes text only, by number of ranks."""
     found = {}
     for num_ranks in (1, 2):
         config = Config(mp_num=num_ranks, cpu_threads=1, **SETTINGS)
@@ -66,8 +66,9 @@ def expected(models, requests):
 
 @pytest.mark.parametrize(("kind", "num_ranks"), [("spans", 1), ("mrope", 1), ("spans", 2), ("mrope", 2)])
 def test_spans_answer_as_ordinary_tokens(models, requests, expected, kind, num_ranks):
-    """In one chunk, in chunks of 24 tokens across the borders of spans, again out of the prefix cache, and with so few
-    blocks that requests are preempted."""
+    """The prompts run in one chunk, in chunks of 24 tokens across the borders of spans, again from the prefix cache,
+    and with so few blocks that requests are preempted.
+    """
     config = Config(mp_num=num_ranks, cpu_threads=1, **SETTINGS)
     executor = make_executor(models[kind, num_ranks], config)
     for sizes, num_blocks in (({}, 200), ({"max_num_batched_tokens": 24}, 200), ({"max_num_batched_tokens": 24}, 16)):
@@ -155,7 +156,7 @@ def test_sections_that_do_not_fit_are_refused(sections, message):
 
 @pytest.mark.parametrize("sections", [[16, 24, 24], [8, 12, 12]])
 def test_angles_are_those_of_the_models_formula(sections):
-    """As Qwen2.5-VL has it: cosines of all three positions, of which each section takes its own."""
+    """Qwen2.5-VL computes the cosines of all three positions, and each section takes its own."""
     half = sum(sections)
     positions = np.random.default_rng(0).integers(0, 3000, (3, 20)).astype(np.int32)
     keys = {**COMMON, **FAMILIES["qwen2"], "head_dim": 2 * half, "rope_theta": 1e6}
@@ -173,7 +174,7 @@ def test_angles_are_those_of_the_models_formula(sections):
 
 
 def test_images_have_positions_in_rows_and_columns(models):
-    """Every executor and every chunking gives the same answer, which depends on the grid and on no token before."""
+    """Every executor and every chunking gives the same answer, which depends on the grid and on no earlier token."""
     token_ids = PROMPT_WITH_IMAGES
     answers = {}
     for grids in ((3, 4, 5, 6), (4, 3, 5, 6), (3, 4, 6, 5)):

@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a served one: layout, dtypes, errors, all or nothing, the cache."""
+"""Tests of the export from a checkpoint directory to a served one: layout, dtypes, errors, atomicity, the cache."""
 
 import json
 import re
@@ -285,7 +285,7 @@ def test_an_export_that_fails_late_leaves_nothing(a_checkpoint, tmp_path, monkey
 
 
 def test_an_export_never_has_all_weights_in_memory(a_checkpoint, tmp_path):
-    """Beside those of one of its 24 layers."""
+    """It has the weights of one of the 24 layers at a time, besides the tables."""
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 24}
     checkpoint = make_checkpoint(tmp_path / "deep", "qwen2", **sizes)
     export(a_checkpoint, tmp_path / "first", ExportOptions())  # what Paddle itself needs is in memory from here on

@@ -55,7 +55,9 @@ def test_the_cache_exports_once_until_something_changes(a_checkpoint, tmp_path, 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 @pytest.mark.parametrize("place", [0, 0.5, 1])
 def test_other_content_of_the_same_size_and_time_is_exported_anew(a_checkpoint, tmp_path, name, place):
-    """As of two fine-tunes of one model, in layers of images and object stores whose files all have one time."""
+    """Two fine-tunes of one model can look like this, in image layers and object stores whose files all have the same
+    time.
+    """
     path = a_checkpoint / name
     content, times = bytearray(path.read_bytes()), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
     options = ExportOptions()

@@ -69,7 +69,7 @@ def numbers_of(params: dict[str, np.ndarray], name: str) -> np.ndarray:
 
 
 def random_blocks(kind, shape, seed):
-    """Blocks of the golden file, whose scales are made smaller, and their values."""
+    """Return blocks of the golden file, with smaller scales, and their values."""
     rng, number = np.random.default_rng(seed), shape[0] * shape[1] // kind.size
     raw = rng.integers(0, 256, (number, kind.num_bytes), np.uint8)
     for start in {"Q6_K": (208,)}.get(kind.name, (0, 2) if kind.name in ("Q4_1", "Q4_K", "Q5_K") else (0,)):

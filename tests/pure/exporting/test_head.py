@@ -25,7 +25,7 @@ HEAD = np.random.default_rng(3).standard_normal((2, 64)).astype(np.float32)
 
 
 def a_classifier(directory, head=HEAD, **keys):
-    """As transformers stores one: no output table, whatever config.json says of one."""
+    """Make a classifier as transformers stores it: without an output table, whatever config.json says about it."""
     make_checkpoint(directory, "qwen3", architectures=["Qwen3ForSequenceClassification"], **keys)
     config = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 150, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 2, "torch_dtype": "float32"} | FAMILIES["qwen3"]
@@ -62,7 +62,9 @@ def test_a_classifier_scores_as_transformers_does_and_writes_no_answer(tmp_path)
 
 
 def test_two_tokens_of_which_one_agrees_score_with_a_model_that_was_made_to_write(tmp_path):
-    """As vLLM scores with Qwen3-Reranker: the probability of the second, where the next token is one of both."""
+    """vLLM scores like this with Qwen3-Reranker: the probability of the second token if the next token is one of
+    both.
+    """
     directory, prompt = make_checkpoint(tmp_path / "model", "qwen3"), golden("qwen3")["prompt_65"].tolist()
     asked = {"classifier_from_token": ["b", "a"], "is_original_qwen3_reranker": True}
     llm = LLM(directory, export_cache_dir=str(tmp_path), block_bs=1, hf_overrides=json.dumps(asked))
@@ -122,13 +124,13 @@ def test_a_chat_template_that_knows_query_and_document_writes_the_pair(tmp_path)
     assert processor.process(parse_request(asked)).token_ids == tokenizer.encode("ab ? ba !", add_special_tokens=False)
     with pytest.raises(InvalidRequest, match="exceeds the limit MAX_SEQ_LEN"):
         processor.process(parse_request({**asked, "text_pair": "b" * 60}))
-    told = {"chat_template_kwargs": {"instruction": "i"}}
-    assert processor.process(parse_request({**asked, **told})).token_ids
+    instructed = {"chat_template_kwargs": {"instruction": "i"}}
+    assert processor.process(parse_request({**asked, **instructed})).token_ids
     demo = Tokenizer.load(ROOT / "demo_model")
     joining = replace(processor, tokenizer=demo, vocab_size=2048, joins_pairs=True)
     joined = joining.process(parse_request({**asked, "text": "Par", "text_pair": "is"})).token_ids
     assert joined == demo.encode("Paris") != demo.encode("Par", pair="is")
     with pytest.raises(InvalidRequest, match="`chat_template_kwargs` needs a chat template that writes pairs"):
-        joining.process(parse_request({**asked, **told}))
+        joining.process(parse_request({**asked, **instructed}))
     with pytest.raises(InvalidRequest, match="`pooling` is score, which needs a checkpoint with a head"):
         replace(processor, classifier=None).process(parse_request(asked))

@@ -1,4 +1,4 @@
-"""What an exported model says of itself, and what is said of a folder that is none."""
+"""Tests of the manifest of an exported model, and of the errors for a folder that has none."""
 
 import json
 import shutil
@@ -8,12 +8,12 @@ import pytest
 from engine.core.cache_groups import CacheGroup
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, export
-from engine.exporting.manifest import GRAPH_VERSION, Graph, Manifest
+from engine.exporting.manifest import GRAPH_VERSION, GraphManifest, Manifest
 from engine.models.keys import ModelError
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec
 
 CACHE = CacheSpec("cache of layer 0", "bfloat16", (-1, 2, 1, 16, 8), ATTENTION_AXES)
-GRAPH = Graph(
+GRAPH = GraphManifest(
     "model.json",
     "model.pdiparams",
     ("token_ids",),
@@ -26,7 +26,7 @@ CHECKPOINT_KEYS = {"model_type": "qwen2", "vocab_size": 320}
 
 
 def write_model(directory, keys=None, files=("rank_0/model.json", "rank_0/model.pdiparams")):
-    """With `keys` in config.json and no manifest, or as ours."""
+    """Write a model with `keys` in config.json and no manifest, or like ours."""
     directory.mkdir()
     if keys is None:
         MODEL.write(directory)
@@ -54,7 +54,7 @@ def test_a_graph_the_model_does_not_have_is_named_beside_those_it_has():
 
 
 def without(*path):
-    """Takes a key out of the document."""
+    """Return a function that removes a key from the document."""
 
     def change(document):
         for name in path[:-1]:
@@ -114,7 +114,7 @@ def test_a_folder_that_is_no_model_is_called_none(config, message, tmp_path):
     ids=["read", "export", "export_cached"],
 )
 def use(request, tmp_path):
-    """Takes a folder as a model, in each way there is."""
+    """Return a function that loads a folder as a model, in each possible way."""
     return lambda path: request.param(path, tmp_path / "out")
 
 

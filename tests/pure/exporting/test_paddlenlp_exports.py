@@ -1,4 +1,6 @@
-"""What PaddleNLP has exported is served as the checkpoint that it was made of would be, or refused in a sentence."""
+"""Tests of exports of PaddleNLP: they are served like the checkpoint that they were made of, or refused with a
+sentence.
+"""
 
 import json
 import shutil
@@ -12,7 +14,7 @@ from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
 from engine.models.keys import ModelError
-from engine.models.paddlenlp import Packed
+from engine.models.paddlenlp import PaddlePacked
 from engine.ops.reference import int4_values
 from server_scripts import model_source
 from tests.checkpoints import make_checkpoint
@@ -82,8 +84,9 @@ def test_every_number_of_the_checkpoint_is_found_again(family, theirs, ours, how
     ],
 )
 def test_codes_are_those_that_paddle_made(quant, theirs, ours, how, checkpoints, tmp_path):  # noqa: PLR0913
-    """No code is further from its number than half a step, and the steps are theirs: nothing was quantized again, but
-    where one row has the scales of two of their ranks."""
+    """The error of each code is at most half a step, and the steps are Paddle's: nothing was quantized again, except
+    where one row has the scales of two of its ranks.
+    """
     exported = make_export(checkpoints["qwen2"], tmp_path / "theirs", theirs, quant, **how)
     graph = graph_of(exported, tmp_path / "found", num_ranks=ours)
     assert Manifest.read(graph).weight_format == quant
@@ -112,7 +115,7 @@ def test_the_cache_has_what_start_server_asks_for_and_makes_it_once(checkpoints,
 
 
 def test_rows_can_be_read_from_any_to_any():
-    packed = Packed(np.arange(2 * 64 * 8 // 2, dtype=np.uint16).astype(np.uint8), 4, (8, 128))
+    packed = PaddlePacked(np.arange(2 * 64 * 8 // 2, dtype=np.uint16).astype(np.uint8), 4, (8, 128))
     whole = packed[slice(0, 8), slice(0, 128)]
     np.testing.assert_array_equal(packed[slice(3, 7), slice(5, 9)], whole[3:7, 5:9])
     with pytest.raises(ModelError, match="rows 2 to 8 cut those that are interleaved, 4 at a time"):

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine.dtypes import from_bf16, from_fp8, to_bf16
-from engine.executors.cpu.program import Program, allocated
+from engine.executors.cpu.program import CpuProgram, allocated
 from engine.exporting.by_settings import options_of
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
@@ -268,7 +268,7 @@ def test_floats_of_eight_bits_are_the_numbers_that_they_stand_for(kind, tmp_path
 
 @pytest.mark.parametrize("kind", FP8_KINDS)
 def test_floats_of_eight_bits_can_stay_what_they_are(kind, tmp_path):
-    """But for a matrix one of whose parts the checkpoint has otherwise."""
+    """The exception is a matrix of which the checkpoint has a part in another format."""
     matrix = "model.layers.0.self_attn.k_proj.weight"
 
     def leave_out(stored):
@@ -312,7 +312,7 @@ def test_a_cpu_computes_with_floats_of_eight_bits_as_with_the_numbers_that_they_
     export(plain, tmp_path / "wide", ExportOptions("bfloat16"))
     logits = []
     for name in ("kept", "wide"):
-        program = Program(*load(tmp_path / name))
+        program = CpuProgram(*load(tmp_path / name))
         specs = Manifest.read(tmp_path / name).graph().caches
         program.set_caches({spec.name: allocated(spec.shape_of(2), spec.dtype) for spec in specs})
         logits.append(program.run(inputs_of(PROMPT[:40]))["logits"].copy())
@@ -400,6 +400,6 @@ def test_numbers_come_out_of_words_as_they_went_in(axis, bits):
 
 
 def test_scales_are_rounded_to_bf16():
-    """What float16 has more of bits than that is less than what a code of 4 bits leaves open."""
+    """The additional bits of float16 are smaller than the error of a 4-bit code."""
     scale = np.float32(np.float16(0.01234))
     assert abs(from_bf16(to_bf16(scale[None]))[0] - scale) < scale * 2**-8

@@ -29,7 +29,7 @@ STEP = {
 
 @pytest.fixture(scope="module")
 def graph_dir(tmp_path_factory):
-    """A model whose second graph is its first layer alone, between the same table and the same norm."""
+    """Return a model whose second graph is its first layer alone, between the same table and the same norm."""
 
     def networks(self, shard):
         return {DECODER: self.network(shard), DRAFT: replace(self, num_layers=1).network(shard)}

@@ -55,7 +55,7 @@ def test_an_answer_has_its_words_and_what_it_took():
         ({"stop_reason": "END"}, ("stop_sequence", "END")),
     ],
 )
-def test_the_reason_of_an_end_is_told_whole_and_streamed(ended, reasons):
+def test_the_finish_reason_is_returned_in_one_piece_and_streamed(ended, reasons):
     message = ask(FakeBackend("Sun", **ended))
     assert (message.stop_reason, message.stop_sequence) == reasons
     [delta] = [event.delta for event in ask(FakeBackend("Sun", **ended), stream=True) if event.type == "message_delta"]
@@ -71,7 +71,7 @@ def test_thoughts_and_calls_are_blocks_of_their_own():
     assert weather.id.startswith("toolu_") and weather.id != time.id
 
 
-def test_a_call_that_was_cut_short_is_told_as_it_is():
+def test_a_truncated_call_is_returned_as_it_is():
     message = ask(FakeBackend(*CALLS[:4], finish_reason="length"), tools=[WEATHER])
     assert (message.content[1].input, message.stop_reason) == ({"INVALID_JSON": '{"city": "Pa'}, "max_tokens")
 
@@ -140,17 +140,17 @@ def test_a_conversation_is_a_chat_to_the_model():
 
 
 def test_fields_reach_the_model_as_those_of_a_chat_do():
-    form = {"type": "json_schema", "schema": {"type": "object"}}
+    output_format = {"type": "json_schema", "schema": {"type": "object"}}
     body = sent(
         {"reasoning_parser": "none"},
         **{"stop_sequences": ["x"], "system": "s", "max_tokens": 10**9},
-        **{"output_config": {"format": form, "effort": "low"}},
+        **{"output_config": {"format": output_format, "effort": "low"}},
         extra_body={"seed": 3, "temperature": 0.5, "top_k": 5},
     )
     assert {**body, "stop": ["x"], "temperature": 0.5, "top_k": 5, "max_tokens": 10**9, "seed": 3} == body
     assert body["cut_max_dec_len"] is True
-    assert body["response_format"]["json_schema"]["schema"] == form["schema"]
-    assert sent(extra_body={"output_format": form})["response_format"] == body["response_format"]
+    assert body["response_format"]["json_schema"]["schema"] == output_format["schema"]
+    assert sent(extra_body={"output_format": output_format})["response_format"] == body["response_format"]
     assert body["chat_template_kwargs"] == {"reasoning_effort": "low"}
     prefilled = sent({"reasoning_parser": "none"}, messages=[*MESSAGES, {"role": "assistant", "content": "It is"}])
     assert prefilled["chat_template_kwargs"] == {"continue_final_message": True}
@@ -240,9 +240,9 @@ def test_errors_are_the_clients_exceptions_before_the_first_event_and_after_it()
     assert json.loads(events.decode().strip().rpartition("data: ")[2])["error"]["type"] == "overloaded_error"
 
 
-def test_what_the_model_finds_wrong_with_a_form_blames_the_field_that_has_it():
-    form = {"type": "json_schema", "schema": {"type": "object"}}
-    for name, fields in (("output_config", {"format": form}), ("output_format", form)):
+def test_an_error_of_the_model_about_a_grammar_blames_the_field_that_has_it():
+    output_format = {"type": "json_schema", "schema": {"type": "object"}}
+    for name, fields in (("output_config", {"format": output_format}), ("output_format", output_format)):
         backend = FakeBackend(InvalidRequest("`{field}` cannot be compiled", field="response_format"))
         with running(backend) as gateway:
             _, answer = gateway.refused(PATH, {**ASKED, name: fields})

@@ -65,7 +65,7 @@ def test_the_probe_of_a_start_has_the_key(gateway):
         Probe(Config(service_host="127.0.0.1", service_http_port=gateway.port)).http(gateway.port, "GET", "/")
 
 
-def test_no_other_port_is_told_the_key(gateway):
+def test_no_other_port_gets_the_api_key(gateway):
     config = Config(service_host="127.0.0.1", service_http_port=1, health_http_port=gateway.port, api_key=KEY)
     with pytest.raises(ProbeError, match="401"):
         Probe(config).http(gateway.port, "GET", "/v1/models")

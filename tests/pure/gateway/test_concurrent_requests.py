@@ -43,7 +43,7 @@ def a_delta(index):
 
 
 async def exchange(model, num, timeout_s=TIMEOUT_S):
-    """The indices of those that were answered."""
+    """Return the indices of the requests that were answered."""
     answers = run_concurrently([partial(model.answer, index) for index in range(num)], AT_ONCE, timeout_s)
     async with contextlib.aclosing(answers):
         return [index async for index, answer in answers if answer.req_id == str(index)]
@@ -104,10 +104,10 @@ def test_one_that_has_answers_waits_until_others_make_room_and_gives_up_after_it
     async def crowded_out(timeout_s, until):
         answers = run_concurrently([partial(model.answer, index) for index in range(4)], AT_ONCE, timeout_s)
         async with contextlib.aclosing(answers):
-            told = [(await anext(answers))[0]]
+            reported = [(await anext(answers))[0]]
             model.room = 0
             asyncio.get_running_loop().call_later(until, setattr, model, "room", 1)
-            return sorted([*told, *[index async for index, _ in answers]])
+            return sorted([*reported, *[index async for index, _ in answers]])
 
     assert asyncio.run(crowded_out(TIMEOUT_S, 0.05)) == [0, 1, 2, 3]
     model.room = 2
@@ -115,7 +115,7 @@ def test_one_that_has_answers_waits_until_others_make_room_and_gives_up_after_it
         asyncio.run(crowded_out(0.05, TIMEOUT_S))
 
 
-def test_one_that_waits_for_its_key_to_have_tokens_again_is_told_when_the_gateway_stops():
+def test_a_request_that_waits_for_the_tokens_of_its_api_key_ends_when_the_gateway_stops():
     refused = queue_full(1, 1)
     refused.retry_after_s = 60
 

@@ -57,8 +57,8 @@ def check(answer, shapes=({"error"}, {"error_msg", "error_code", "is_end"})):
     assert [word for word in INSIDE if word.encode() in payload] == []
     if status != 200:
         assert head.get_content_type() == "application/json"
-        told = json.loads(payload)
-        assert any(shape <= set(told) for shape in shapes), told
+        reported = json.loads(payload)
+        assert any(shape <= set(reported) for shape in shapes), reported
 
 
 @examples(80)

@@ -77,7 +77,7 @@ def test_an_answer_is_good_for_a_while_and_no_longer(monkeypatch, max_age_s, num
     assert backend.num_probes == num_probes
 
 
-def test_who_asks_often_waits_for_no_probe_and_is_told_nothing_old(monkeypatch):
+def test_frequent_requests_wait_for_no_probe_and_get_nothing_old(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     backend = FakeBackend()
@@ -152,7 +152,7 @@ def test_what_was_ready_once_has_started_for_good():
         assert asyncio.run(three_times()) == [503, 503, 200, 200, 503, 200]
 
 
-def test_tritons_page_is_passed_on_and_its_absence_told(tmp_path):
+def test_tritons_metrics_are_forwarded_and_their_absence_is_reported(tmp_path):
     asked = []
 
     async def show(request):

@@ -1,4 +1,4 @@
-"""What HTTP clients get wrong, what browsers ask, and what the log keeps to itself."""
+"""Tests of the mistakes of HTTP clients, of requests of browsers, and of secrets that must not be logged."""
 
 import contextlib
 import gzip
@@ -111,7 +111,7 @@ def test_a_body_that_does_not_end_is_refused_and_its_connection_closed(monkeypat
         first, *later = body if isinstance(body, list) else [body]
         head = b"POST %s HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n" % path.encode()
         connection.sock.sendall(head + first)
-        assert connection.sock.recv(1, socket.MSG_PEEK)  # it is told to go on
+        assert connection.sock.recv(1, socket.MSG_PEEK)  # 100 Continue has arrived
         for packet in later:  # read apart from the head, with which it would fail at once
             connection.sock.sendall(packet)
         response = http.client.HTTPResponse(connection.sock, method="POST")
@@ -200,7 +200,7 @@ def test_a_body_that_is_packed_wrongly_is_a_clear_400_and_no_trouble_of_ours(gat
         ("GET", "/v1/models/gpt", 404, "the served model is `default`"),
     ],
 )
-def test_wrong_paths_and_methods_are_told_in_json(gateway, method, path, status, message):
+def test_errors_of_wrong_paths_and_methods_are_json(gateway, method, path, status, message):
     got, headers, payload = gateway.send(method, path)
     answer = json.loads(payload)
     assert got == status

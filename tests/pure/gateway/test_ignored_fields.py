@@ -66,7 +66,7 @@ def gateway():
 
 @pytest.fixture(scope="module")
 def without_effect(gateway):
-    """Return, for each path, the fields that are none of its own and are accepted whatever they hold."""
+    """Return, for each path, the fields of other protocols that are accepted with any value."""
     found = {}
     for path, (body, names) in CASES.items():
         [protocol] = [each for each in PROTOCOLS if path in each.paths]

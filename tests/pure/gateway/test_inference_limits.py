@@ -148,7 +148,7 @@ def test_there_are_so_many_streams_at_once_and_one_that_ends_makes_room(tmp_path
 
 
 def test_a_message_that_has_come_is_not_refused_for_those_that_have_not(tmp_path):
-    """It waits for its turn to be read, and has one end."""
+    """It waits for its turn to be read and ends exactly once."""
 
     async def scenario():
         async with serving(tmp_path, FakeTriton("a")) as (front, port), a_client(port) as stub:
@@ -165,7 +165,7 @@ def test_a_message_that_has_come_is_not_refused_for_those_that_have_not(tmp_path
 
 
 @NEEDS_SOCK_DIAG
-def test_of_a_connection_with_too_much_the_streams_that_wait_are_told_so_and_then_the_others(tmp_path):
+def test_of_a_connection_over_its_limit_waiting_streams_are_refused_before_the_others(tmp_path):
     async def scenario():
         triton = FakeTriton("a", NEVER)
         async with serving(tmp_path, triton) as (front, port), a_client(port) as stub:
@@ -220,8 +220,8 @@ def test_the_kernel_tells_of_each_client_what_it_has_sent(host):
             taken.recv(5000, socket.MSG_WAITALL)
             name, port = client.getsockname()[:2]
             text = f"ipv6:%5B{name}%5D:{port}" if ":" in name else f"ipv4:{name}:{port}"
-            told = inet_diag.received_by(to[1])  # and of others' connections to the same port of another address
-            assert told[message_limits.peer_of(text)] == 5000
+            reported = inet_diag.received_by(to[1])  # and of others' connections to the same port of another address
+            assert reported[message_limits.peer_of(text)] == 5000
 
 
 def test_metadata_that_is_too_large_is_refused(tmp_path):

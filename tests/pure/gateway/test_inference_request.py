@@ -1,4 +1,6 @@
-"""What a client's inference request may have: everything else is refused with a sentence, and nothing of it passes."""
+"""Tests of the fields that an inference request may have: everything else is refused with a sentence, and nothing of it
+is forwarded.
+"""
 
 import pytest
 from hypothesis import given

@@ -173,10 +173,10 @@ def test_after_the_last_line_nothing_is_asked_again(tmp_path):
 
 
 def a_line(text, token_ids, send_idx, is_last=False):
-    gained = {"req_id": "r", "token": text, "token_ids": token_ids, "send_idx": send_idx, "infer_seed": 5}
-    gained["usage"] = wire.Usage()
+    delta_fields = {"req_id": "r", "token": text, "token_ids": token_ids, "send_idx": send_idx, "infer_seed": 5}
+    delta_fields["usage"] = wire.Usage()
     last = {"finish_reason": "stop", "tokens_all": "", "tokens_all_ids": [1, 2]}
-    return wire.write_answer(wire.Final(**gained, **last) if is_last else wire.Delta(**gained))
+    return wire.write_answer(wire.Final(**delta_fields, **last) if is_last else wire.Delta(**delta_fields))
 
 
 def body_of(request):
@@ -353,8 +353,8 @@ def test_nothing_is_left_of_a_hundred_clients_that_leave(tmp_path):
                 await asyncio.sleep(0.005)
             for call in calls:
                 call.cancel()
-            connections, intake = front._connections._connections, front._shared.body_memory
-            while front._streams or intake.num_bytes or any(each.calls for each in connections):
+            connections, budget = front._connections._connections, front._shared.body_memory
+            while front._streams or budget.num_bytes or any(each.calls for each in connections):
                 await asyncio.sleep(0.005)
 
     run(scenario())

@@ -1,4 +1,4 @@
-"""Clients that leave, models that fall silent, and workers that are told to stop."""
+"""Clients that leave, models that fall silent, and workers that are asked to stop."""
 
 import contextlib
 import http.client
@@ -34,7 +34,7 @@ OPENAI = {"messages": [{"role": "user", "content": "hi"}], "model": "m"}
 
 
 def leave(connection):
-    """As a killed client does: no goodbye."""
+    """Close the connection as a killed client does, without shutting it down."""
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
@@ -97,7 +97,7 @@ def test_a_client_that_closes_its_half_of_the_connection_gets_its_answer(stream)
     backend = FakeBackend(WAIT, "a", "b")
     with running(backend) as gateway, asked_and_half_closed(gateway, {**NATIVE, "stream": stream}) as client:
         assert backend.waiting.acquire(timeout=PATIENCE_S)
-        assert client.recv(8, socket.MSG_PEEK) == b"HTTP/1.1"  # it is told to go on
+        assert client.recv(8, socket.MSG_PEEK) == b"HTTP/1.1"  # 100 Continue has arrived
         assert not backend.cancelled.acquire(timeout=0.5)
         backend.go()
         response = http.client.HTTPResponse(client, method="POST")
@@ -180,7 +180,7 @@ def test_a_timeout_of_zero_is_the_default_one():
 
 @contextlib.contextmanager
 def begun(gateway, body):
-    """The response to a stream that has begun."""
+    """Return the response to a stream that has begun."""
     with contextlib.closing(gateway.connect()) as connection:
         connection.request("POST", CHAT, json.dumps({**body, "stream": True}))
         yield connection.getresponse()
@@ -255,7 +255,7 @@ def a_process(module, *arguments, **settings):
 
 
 def status_line(port, path):
-    """Asks until somebody listens."""
+    """Ask until the port is open, and return the status line."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         with (

@@ -64,8 +64,8 @@ def test_a_native_request_names_it_in_a_field_of_its_own():
 def test_models_are_the_servers_own_and_its_adapters_with_their_parent():
     backend = FakeBackend(state=ModelState(ready=True, model_len=100, loras=["one", "a/b"]))
     with running(backend, **HAS_SOME) as gateway, openai_client(gateway) as client:
-        told = [(each.id, each.parent, each.max_model_len) for each in client.models.list()]
-        assert told == [("base", None, 100), ("one", "base", 100), ("a/b", "base", 100)]
+        reported = [(each.id, each.parent, each.max_model_len) for each in client.models.list()]
+        assert reported == [("base", None, 100), ("one", "base", 100), ("a/b", "base", 100)]
         assert client.models.retrieve("a/b").parent == "base"
         status, _, body = gateway.send("GET", "/v1/models/two")
     assert status == 404 and "the served model is `base` and `one` and `a/b`" in body.decode()
@@ -74,12 +74,12 @@ def test_models_are_the_servers_own_and_its_adapters_with_their_parent():
 def test_a_list_of_models_waits_for_a_model_server_that_has_died_rather_than_to_lack_its_adapters(monkeypatch):
     monkeypatch.setattr(retry, "CHECK_EVERY_S", 0.01)
     back, gone = ModelState(ready=True, loras=["one"]), ModelUnreachable("model server unreachable")
-    for lost, is_told in ((ModelLost("gone"), True), (gone, False)):
+    for lost, is_reported in ((ModelLost("gone"), True), (gone, False)):
         backend = FakeBackend(state=lost)
         with running(backend, **HAS_SOME) as gateway, openai_client(gateway) as client:
             returns = threading.Timer(0.3, lambda backend=backend: setattr(backend, "state", back))
             returns.start()
-            if is_told:
+            if is_reported:
                 assert [each.id for each in client.models.list()] == ["base", "one"]
             else:  # it was never there
                 with pytest.raises(openai.InternalServerError, match="model server unreachable"):
@@ -100,7 +100,7 @@ def test_loading_and_unloading_are_vllms():
     assert backend.bodies == [{"load_lora_adapter": asked}, {"unload_lora_adapter": {"lora_name": "one"}}]
 
 
-def test_whose_key_it_was_is_told_and_without_one_nothing_is_loaded(tmp_path):
+def test_the_owner_of_the_api_key_is_forwarded_and_without_one_nothing_is_loaded(tmp_path):
     (tmp_path / "keys").write_text(json.dumps({"somebody": {"key": "secret"}}))
     backend, asked = FakeBackend(), {"lora_name": "one", "lora_path": "x", "_owner": {"name": ""}}
     with running(backend, lora_dir="/adapters", api_keys=str(tmp_path / "keys")) as gateway:

@@ -1,4 +1,4 @@
-"""What a worker takes in at once: large bodies have room or are refused, and none keeps the others waiting for long."""
+"""Tests of the memory of a worker: large bodies have room or are refused, and none delays the others for long."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ LARGE = {"text": "x" * 3 * LARGE_BYTES}
 
 
 def test_large_requests_share_what_there_is_and_small_ones_need_none():
-    intake = BodyMemoryBudget(5 * LARGE_BYTES)
-    first, second, small = BodyMemoryReservation(intake), BodyMemoryReservation(intake), BodyMemoryReservation(intake)
+    budget = BodyMemoryBudget(5 * LARGE_BYTES)
+    first, second, small = BodyMemoryReservation(budget), BodyMemoryReservation(budget), BodyMemoryReservation(budget)
     first.reserve(2 * LARGE_BYTES)
     first.reserve(3 * LARGE_BYTES)
     with pytest.raises(
@@ -30,10 +30,10 @@ def test_large_requests_share_what_there_is_and_small_ones_need_none():
         second.reserve(3 * LARGE_BYTES)
     second.reserve(2 * LARGE_BYTES)
     small.reserve(LARGE_BYTES)
-    assert intake.num_bytes == 5 * LARGE_BYTES
+    assert budget.num_bytes == 5 * LARGE_BYTES
     for room in (first, first, second, small):
         room.release()
-    assert intake.num_bytes == 0
+    assert budget.num_bytes == 0
 
 
 def test_workers_share_and_each_has_room_for_the_largest_request():
@@ -43,7 +43,7 @@ def test_workers_share_and_each_has_room_for_the_largest_request():
 
 def test_large_requests_are_read_one_after_the_other_and_leave_others_their_time():
     async def scenario():
-        intake, num_turns = BodyMemoryBudget(1 << 30), 0
+        budget, num_turns = BodyMemoryBudget(1 << 30), 0
 
         async def others():
             nonlocal num_turns
@@ -52,7 +52,7 @@ def test_large_requests_are_read_one_after_the_other_and_leave_others_their_time
                 num_turns += 1
 
         async def read():
-            async with intake.reading(LARGE_BYTES + 1):
+            async with budget.reading(LARGE_BYTES + 1):
                 before = num_turns
                 time.sleep(0.01)  # as a parser does
             return num_turns - before
@@ -67,9 +67,9 @@ def test_large_requests_are_read_one_after_the_other_and_leave_others_their_time
 
 @pytest.fixture
 def small_intake(monkeypatch):
-    intake = BodyMemoryBudget(4 * LARGE_BYTES)
-    monkeypatch.setattr(app.BodyMemoryBudget, "for_worker", lambda config: intake)
-    return intake
+    budget = BodyMemoryBudget(4 * LARGE_BYTES)
+    monkeypatch.setattr(app.BodyMemoryBudget, "for_worker", lambda config: budget)
+    return budget
 
 
 @pytest.mark.parametrize("framing", [f"Content-Length: {3 * LARGE_BYTES}", "Transfer-Encoding: chunked"])
@@ -181,7 +181,7 @@ REPEATED = {  # what events or answers repeat
 
 
 def test_what_every_event_repeats_is_short_and_many_prompts_are_counted_before_they_are_looked_at():
-    """A name of 4 MB would be sent with each token; 300,000 prompts took two seconds to be refused."""
+    """A name of 4 MB would be sent with each token, and 300,000 prompts took two seconds to be refused."""
     cases = [(path, {**body, "model": "x" * 257}, "model") for path, body in REPEATED.items()]
     cases.append(("/v1/responses", {"input": "hi", "metadata": {str(n): "" for n in range(17)}}, "metadata"))
     cases += [

@@ -94,7 +94,7 @@ def test_the_models_are_listed_with_their_length(base):
             client.models.retrieve("gpt-4")
 
 
-def test_the_stop_string_is_told_with_the_finish_reason():
+def test_the_stop_string_is_returned_with_the_finish_reason():
     with client_for(FakeBackend("a", stop_reason="END")) as client:
         [choice] = client.chat.completions.create(**A_CHAT).choices
         chunks = list(client.chat.completions.create(**A_CHAT, stream=True))
@@ -285,8 +285,8 @@ def test_offsets_of_tokens_are_those_in_the_text(text, tokens, offsets):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_token_that_is_left_out_of_the_text_does_not_shift_the_offsets_after_it(stream):
     class Skipping(FakeBackend):
-        def gained(self, body, texts, text):
-            fields = super().gained(body, texts, text)
+        def delta_fields(self, body, texts, text):
+            fields = super().delta_fields(body, texts, text)
             return fields | {"token": ""} if text == "<|im_end|>" else fields
 
     with client_for(Skipping("ab", "<|im_end|>", "c", "d")) as client:
@@ -300,6 +300,6 @@ def test_a_part_of_a_character_is_named_by_its_bytes():
     assert name_of(TokenLogprob(0, "\ufffd", (0xE4, 0xBD))) == "bytes:\\xe4\\xbd"
 
 
-def test_a_token_whose_logprob_is_not_known_is_as_unlikely_as_can_be_told():
-    [told] = of_chat([TokenLogprob(7)])["content"]
-    assert told == {"token": "", "logprob": -9999.0, "bytes": [], "top_logprobs": []}
+def test_a_token_without_a_logprob_gets_the_lowest_one():
+    [reported] = of_chat([TokenLogprob(7)])["content"]
+    assert reported == {"token": "", "logprob": -9999.0, "bytes": [], "top_logprobs": []}

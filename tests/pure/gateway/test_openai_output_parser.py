@@ -1,4 +1,4 @@
-"""Thoughts, words and calls of tools, told apart in texts that are cut at every place."""
+"""Tests of the separation of reasoning, text and tool calls, in texts that are cut at every place."""
 
 import itertools
 import json

@@ -90,7 +90,7 @@ def test_the_newer_name_of_max_tokens_wins():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("path", "body", "told"),
+    ("path", "body", "reported"),
     [
         (CHAT, {**A_CHAT, "max_tokens": 4096}, "50"),
         (CHAT, {**A_CHAT, "max_completion_tokens": 4096}, "50"),
@@ -101,12 +101,12 @@ def test_the_newer_name_of_max_tokens_wins():
         (CHAT, {"text": "a", "max_dec_len": 4096}, None),
     ],
 )
-def test_a_header_tells_that_the_length_of_an_answer_was_reduced(path, body, told, stream):
+def test_a_header_tells_that_the_length_of_an_answer_was_reduced(path, body, reported, stream):
     backend = FakeBackend("a", finish_reason="length")
     backend.max_dec_len = 50
     with running(backend) as gateway:
         status, headers, payload = gateway.send("POST", path, {**body, "stream": stream})
-    assert (status, headers["X-Reduced-Max-Tokens"]) == (200, told)
+    assert (status, headers["X-Reduced-Max-Tokens"]) == (200, reported)
     assert re.search(rb'"length"|"max_tokens"|"max_output_tokens"', payload)
 
 
@@ -119,7 +119,7 @@ def test_logprobs_that_are_not_wanted_do_not_forbid_an_echo():
     assert sent({**A_COMPLETION, "logprobs": False, "echo": True}, COMPLETIONS)["text"] == A_COMPLETION["prompt"]
 
 
-def test_what_the_chat_template_is_told_has_fields_of_its_own():
+def test_arguments_of_the_chat_template_have_fields_of_their_own():
     kwargs = sent({**A_CHAT, "add_generation_prompt": False, "reasoning_effort": "high"})["chat_template_kwargs"]
     assert kwargs == {"add_generation_prompt": False, "reasoning_effort": "high"}
     assert sent({**A_CHAT, "enable_thinking": False})["chat_template_kwargs"] == {"enable_thinking": False}
@@ -129,7 +129,7 @@ def test_what_the_chat_template_is_told_has_fields_of_its_own():
     assert kwargs == {"x": 1, "continue_final_message": True, "reasoning_effort": "none", "enable_thinking": False}
 
 
-def test_messages_are_told_to_the_template_in_its_words():
+def test_messages_reach_the_template_with_its_field_names():
     developer, thinker = {"role": "developer", "content": "be short"}, {"role": "assistant", "content": "a"}
     body = sent({"messages": [developer, {**thinker, "reasoning": "b"}, {**thinker, "reasoning": None}]})
     assert body["messages"][0] == {"role": "system", "content": "be short"}
@@ -277,7 +277,7 @@ def test_what_cannot_be_done_is_refused_by_name(path, fields, param):
     assert backend.bodies == []
 
 
-NO_TELLING = "whose arguments a call has could not be told"
+AMBIGUOUS = "the arguments of a call could not be assigned"
 NO_CALLS = "`messages[].tool_calls` must be a list of calls, each of a `function` with a `name`"
 
 
@@ -299,7 +299,7 @@ def test_a_refusal_says_where_in_a_field_it_is_wrong():
                 {"tools": [function]},
                 'Function "f": The `tools[].function.parameters` must be an object, it is a number',
             ),
-            ({"tools": [A_TOOL] * 2}, f'`tools` has more than one with the name "f": {NO_TELLING}'),
+            ({"tools": [A_TOOL] * 2}, f'`tools` has more than one with the name "f": {AMBIGUOUS}'),
         ):
             assert gateway.refused(CHAT, {**A_CHAT, **fields})[1]["error"]["message"] == text
 
@@ -317,12 +317,12 @@ def test_a_refusal_says_which_of_several_prompts_is_wrong():
 
 
 def test_of_several_names_of_a_field_a_refusal_of_the_model_has_the_clients():
-    budget, form = (InvalidRequest("{field}", field=name) for name in ("reasoning_max_tokens", "guided_regex"))
+    budget, output_format = (InvalidRequest("{field}", field=name) for name in ("reasoning_max_tokens", "guided_regex"))
     for error, fields in (
         (budget, {"reasoning_max_tokens": 5}),
         (budget, {"thinking_token_budget": 5}),
-        (form, {"guided_regex": "a"}),
-        (form, {"structured_outputs": {"regex": "a"}}),
+        (output_format, {"guided_regex": "a"}),
+        (output_format, {"structured_outputs": {"regex": "a"}}),
     ):
         with running(FakeBackend(error)) as gateway:
             answer = gateway.refused(CHAT, {**A_CHAT, **fields})[1]["error"]
@@ -331,7 +331,7 @@ def test_of_several_names_of_a_field_a_refusal_of_the_model_has_the_clients():
 
 def test_what_an_answer_must_look_like_reaches_the_model_as_it_was_given():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    for form in (
+    for output_format in (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}},
         {"response_format": {"type": "json_object"}},
         {"guided_json": schema, "guided_decoding_disable_any_whitespace": True},
@@ -340,8 +340,10 @@ def test_what_an_answer_must_look_like_reaches_the_model_as_it_was_given():
         {"guided_choice": ["a", "b"]},
         {"guided_grammar": 'root ::= "a"'},
     ):
-        assert {**sent({**A_CHAT, **form}), **form} == sent({**A_CHAT, **form})
-        assert {**sent({**A_COMPLETION, **form}, COMPLETIONS), **form} == sent({**A_COMPLETION, **form}, COMPLETIONS)
+        assert {**sent({**A_CHAT, **output_format}), **output_format} == sent({**A_CHAT, **output_format})
+        assert {**sent({**A_COMPLETION, **output_format}, COMPLETIONS), **output_format} == sent(
+            {**A_COMPLETION, **output_format}, COMPLETIONS
+        )
 
 
 def test_structured_outputs_are_the_fields_that_say_the_same():
@@ -418,7 +420,7 @@ def test_a_refusal_of_the_model_names_fields_as_the_client_does(body, error, tex
     assert text in answer["error"]["message"]
 
 
-def test_every_other_name_of_a_native_field_is_told_by_one_that_openais_clients_may_send():
+def test_every_alias_of_a_native_field_has_one_that_openais_clients_may_send():
     taken = {*PASSED_ON, *OF_PROMPT, "max_tokens", "request_id", "model"}
     assert set(NAMES.values()) <= taken
 
@@ -474,7 +476,7 @@ def test_a_request_under_the_documented_base_url_is_never_native():
     assert (status, answer["error"]["param"]) == (400, "prompt")
 
 
-LONE = {"const": "\ud800"}  # has no UTF-8, so the engine could not be told of it
+LONE = {"const": "\ud800"}  # has no UTF-8, so it could not be sent to the engine
 OF_ANTHROPIC = {"model": "default", "max_tokens": 9, "messages": MESSAGES}
 
 
@@ -500,7 +502,7 @@ OF_ANTHROPIC = {"model": "default", "max_tokens": 9, "messages": MESSAGES}
         (ANTHROPICS, {**OF_ANTHROPIC, "tools": [{"name": "f", "input_schema": LONE}]}, "tools"),
     ],
 )
-def test_a_form_that_is_not_valid_unicode_is_refused_by_the_clients_name_of_it(path, body, field):
+def test_a_grammar_that_is_not_valid_unicode_is_refused_by_the_clients_name_of_it(path, body, field):
     backend = FakeBackend("a")
     with running(backend, tool_call_parser="hermes") as gateway:
         status, refusal = gateway.refused(path, body)

@@ -36,19 +36,19 @@ def is_valid(document, schema, value):
 
 def test_every_route_is_in_it_with_a_summary_and_no_other(document):
     routes = {(r.method.lower(), r.resource.canonical) for r in make_app(None, Config()).router.routes()}
-    told = {(method, path) for path, methods in document["paths"].items() for method in methods}
-    assert told == {(method, path) for method, path in routes if method != "head"}
+    reported = {(method, path) for path, methods in document["paths"].items() for method in methods}
+    assert reported == {(method, path) for method, path in routes if method != "head"}
     operations = [operation for methods in document["paths"].values() for operation in methods.values()]
     assert [each for each in operations if not re.fullmatch(r"[A-Z].*\.", each["summary"])] == []
 
 
 def test_every_native_field_is_in_it_with_its_aliases_what_it_holds_and_means(document):
-    told = schema_of(document, CHAT, "native")["properties"]
-    assert set(told) == {key for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
-    assert [name for name, schema in told.items() if not schema.get("description")] == []
-    assert [name for name, schema in told.items() if not {"type", "anyOf", "enum"} & set(schema)] == ["model"]
-    assert told["topp"]["maximum"] == 1 and told["topp"]["default"] == 0.7
-    assert told["top_p"]["x-alias-of"] == "topp"
+    reported = schema_of(document, CHAT, "native")["properties"]
+    assert set(reported) == {key for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
+    assert [name for name, schema in reported.items() if not schema.get("description")] == []
+    assert [name for name, schema in reported.items() if not {"type", "anyOf", "enum"} & set(schema)] == ["model"]
+    assert reported["topp"]["maximum"] == 1 and reported["topp"]["default"] == 0.7
+    assert reported["top_p"]["x-alias-of"] == "topp"
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -59,10 +59,10 @@ def test_every_field_of_openai_that_is_passed_on_or_acts_in_the_gateway_is_in_it
         "max_completion_tokens",
     }
     assert len(acting) > 8
-    told = set(schema_of(document, path, "openai")["properties"])
+    reported = set(schema_of(document, path, "openai")["properties"])
     elsewhere = {"top_logprobs", "messages", *OF_CHATS} if path == COMPLETIONS else {"echo", "prompt"}
     refused = {"store"}  # only /v1/responses stores answers
-    assert told == ({*acting, *PASSED_ON, *OF_PROMPT, "prompt"} - elsewhere - refused)
+    assert reported == ({*acting, *PASSED_ON, *OF_PROMPT, "prompt"} - elsewhere - refused)
     options = STREAM_OPTIONS
     assert set(schema_of(document, path, "openai")["properties"]["stream_options"]["properties"]) == set(options)
 
@@ -83,14 +83,14 @@ def test_answers_and_errors_are_of_the_shapes_that_it_says(document, wrong_key):
                 bodies += [{"req_id": "1"}, {"prompt": "hi"}, {"tokens": [72]}, {"topp": 2, "text": "x"}]
                 for body in bodies if method == "post" else [None]:
                     status, head, payload = gateway.send(method.upper(), re.sub(r"\{\w+\}", "x", path), body, headers)
-                    told = operation["responses"][str(status)].get("content", {})
-                    if not told:
+                    reported = operation["responses"][str(status)].get("content", {})
+                    if not reported:
                         assert payload == b""
                         continue
                     kind = head.get_content_type()
-                    assert kind in told
+                    assert kind in reported
                     if kind == "application/json":
-                        is_valid(document, told[kind]["schema"], json.loads(payload))
+                        is_valid(document, reported[kind]["schema"], json.loads(payload))
 
 
 def test_the_examples_are_requests_of_their_schemas(document):
@@ -160,7 +160,7 @@ def test_who_has_no_key_may_read_it_and_learns_nothing_of_the_model(path):
         assert gateway.send("POST", "/tokenize", {"prompt": "x"})[0] == 401
 
 
-def test_the_version_is_told():
+def test_the_version_is_reported():
     with running(FakeBackend()) as gateway:
         _, _, payload = gateway.send("GET", "/version")
     assert json.loads(payload) == {"version": __version__}
@@ -201,14 +201,18 @@ def test_an_error_of_the_model_has_the_shape_of_the_protocol_that_asked(kind):
     with running(FakeBackend(error)) as gateway:
         for body, shape in (({"text": "x"}, NATIVE_KEYS), ({"prompt": "x"}, {"error"})):
             status, headers, payload = gateway.send("POST", COMPLETIONS, body)
-            told = json.loads(payload)
+            reported = json.loads(payload)
             assert status == error.code
-            assert shape <= set(told) and ("error" in told) == (shape == {"error"})
-            if "error" in told:
-                assert set(told["error"]) == {"message", "type", "param", "code"}
-                assert told["error"]["param"] == "top_p"
+            assert shape <= set(reported) and ("error" in reported) == (shape == {"error"})
+            if "error" in reported:
+                assert set(reported["error"]) == {"message", "type", "param", "code"}
+                assert reported["error"]["param"] == "top_p"
             else:
-                assert (told["error_code"], told["error_type"], told["error_msg"]) == (status, kind, "so it is")
+                assert (reported["error_code"], reported["error_type"], reported["error_msg"]) == (
+                    status,
+                    kind,
+                    "so it is",
+                )
             given = {"x-should-retry", "Retry-After"} & set(headers)
             assert given == ({HEADERS[status]} if status in HEADERS else set())
 
@@ -226,7 +230,7 @@ def test_an_error_of_the_model_has_the_shape_of_the_protocol_that_asked(kind):
 def test_an_error_without_a_known_protocol_has_both_shapes(method, path, body, status):
     with running(FakeBackend(), max_body_bytes=100) as gateway:
         code, _, payload = gateway.send(method, path, body)
-    told = json.loads(payload)
+    reported = json.loads(payload)
     assert code == status
-    assert {*NATIVE_KEYS, "error"} <= set(told)
-    assert (told["error_code"], told["error_msg"]) == (status, told["error"]["message"])
+    assert {*NATIVE_KEYS, "error"} <= set(reported)
+    assert (reported["error_code"], reported["error_msg"]) == (status, reported["error"]["message"])

@@ -72,11 +72,16 @@ def test_the_status_has_the_numbers_and_the_last_requests_without_their_words():
     ]
     state = ModelState(ready=False, reason="starting", model_len=64, metrics=samples, last_requests=latency.recent())
     with running(FakeBackend(state=state)) as gateway:
-        told = json.loads(gateway.send("GET", "/status")[2])
-    assert (told["model"], told["ready"], told["reason"], told["model_len"]) == ("default", False, "starting", 64)
-    assert told["metrics"] == {"llm_kv_blocks": 8, "llm_request_seconds_sum": 1.5}
-    assert len(told["last_requests"]) == NUM_RECENT
-    last = told["last_requests"][0]
+        reported = json.loads(gateway.send("GET", "/status")[2])
+    assert (reported["model"], reported["ready"], reported["reason"], reported["model_len"]) == (
+        "default",
+        False,
+        "starting",
+        64,
+    )
+    assert reported["metrics"] == {"llm_kv_blocks": 8, "llm_request_seconds_sum": 1.5}
+    assert len(reported["last_requests"]) == NUM_RECENT
+    last = reported["last_requests"][0]
     assert last.pop("ended_at") > 1e9
     assert last == {
         **{"reason": "stop", "seconds": NUM_RECENT + 4, "first_token_s": 0.5, "num_prompt_tokens": 30},

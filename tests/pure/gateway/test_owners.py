@@ -31,7 +31,7 @@ def bearer(key):
 
 
 @pytest.mark.parametrize("body", [NATIVE, OPENAI, {**NATIVE, "_owner": {"name": "root"}}, {**NATIVE, "abort": "x"}])
-def test_the_model_is_told_whose_request_it_is_and_so_is_the_log(body, path, caplog):
+def test_the_model_and_the_log_get_the_owner_of_a_request(body, path, caplog):
     backend = FakeBackend("a")
     with caplog.at_level(logging.INFO), running(backend, api_keys=path, api_key="0perator") as gateway:
         assert gateway.send("POST", CHAT, body, bearer("s3cret"))[0] == 200
@@ -82,7 +82,7 @@ def test_a_text_that_is_no_request_stays_none(given):
         wire.only_object(wire.payload_with_owner(given, Owner("alice")))
 
 
-def test_the_model_is_told_whose_request_it_is_over_grpc_too(tmp_path, path, caplog):
+def test_the_model_gets_the_owner_of_a_request_over_grpc_too(tmp_path, path, caplog):
     triton = []
 
     async def scenario():
@@ -101,7 +101,7 @@ def test_the_model_is_told_whose_request_it_is_over_grpc_too(tmp_path, path, cap
 
 
 @pytest.mark.parametrize("after", [None, 17])
-def test_who_asks_for_too_much_is_told_when_to_come_back(after):
+def test_a_client_over_its_limit_gets_a_retry_time(after):
     error = Overloaded("{value} tokens", value=5)
     error.retry_after_s = after
     with running(FakeBackend(error)) as gateway:

@@ -103,9 +103,9 @@ def test_clients_know_the_id_of_answers_and_errors(caplog):
 def test_a_header_that_is_no_id_is_refused_and_not_repeated(caplog, request_id, text):
     with caplog.at_level(logging.INFO), running(FakeBackend("a")) as gateway:
         headers = {"X-Request-Id": request_id}
-        status, told, payload = gateway.send("POST", "/v1/chat/completions", A_CHAT, headers)
+        status, reported, payload = gateway.send("POST", "/v1/chat/completions", A_CHAT, headers)
         assert (status, json.loads(payload)["error"]["message"]) == (400, text)
-        assert told["X-Request-Id"].isalnum()
+        assert reported["X-Request-Id"].isalnum()
         assert gateway.send("GET", "/v1/models", None, headers)[0] == 200
     assert request_id not in caplog.text
 
@@ -133,14 +133,14 @@ def test_an_id_that_another_open_request_has_gets_a_suffix(path, body, stream, r
         first = threading.Thread(target=asked, args=(gateway, path, body, request_id))
         first.start()
         assert backend.waiting.acquire(timeout=PATIENCE_S)
-        told, payload = asked(gateway, path, {**body, "stream": stream}, request_id)
+        reported, payload = asked(gateway, path, {**body, "stream": stream}, request_id)
         backend.go()
         first.join(PATIENCE_S)
-    assert told != request_id
-    assert told.startswith(request_id[:240] + "-")
-    assert len(told) <= 256
-    assert told.encode() in payload
-    assert [each["req_id"] for each in backend.bodies] == [request_id, told]
+    assert reported != request_id
+    assert reported.startswith(request_id[:240] + "-")
+    assert len(reported) <= 256
+    assert reported.encode() in payload
+    assert [each["req_id"] for each in backend.bodies] == [request_id, reported]
 
 
 def test_several_prompts_get_a_suffix_too():
@@ -152,20 +152,20 @@ def test_several_prompts_get_a_suffix_too():
         first.start()
         for _ in range(2):
             assert backend.waiting.acquire(timeout=PATIENCE_S)
-        told, payload = asked(gateway, "/v1/completions", body, "q")
+        reported, payload = asked(gateway, "/v1/completions", body, "q")
         backend.go()
         first.join(PATIENCE_S)
     answer = json.loads(payload, object_hook=lambda each: types.SimpleNamespace(**each))
-    assert answer.id == told != "q"
+    assert answer.id == reported != "q"
     assert [choice.text for choice in answer.choices] == ["a", "a"]
-    assert [each["req_id"] for each in backend.bodies] == ["q-0", "q-1", f"{told}-0", f"{told}-1"]
+    assert [each["req_id"] for each in backend.bodies] == ["q-0", "q-1", f"{reported}-0", f"{reported}-1"]
 
 
 def test_an_answer_that_is_resumed_gets_no_suffix():
     with running(FakeBackend(DuplicateRequest("open"))) as gateway:
         headers = {"X-Request-Id": "q", "Last-Event-ID": "0"}
-        status, told, _ = gateway.send("POST", "/v1/chat/completions", A_CHAT, headers)
-    assert (status, told["X-Request-Id"]) == (409, "q")
+        status, reported, _ = gateway.send("POST", "/v1/chat/completions", A_CHAT, headers)
+    assert (status, reported["X-Request-Id"]) == (409, "q")
 
 
 def test_a_suffix_is_added_once():

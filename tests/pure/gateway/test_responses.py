@@ -67,7 +67,7 @@ def test_thoughts_and_calls_are_items_of_their_own():
 
 
 def test_a_stream_grows_into_the_answer_in_one_piece():
-    """Each event changes what the ones before have begun, in the order that the client's own helper demands."""
+    """Each event extends what the previous ones have begun, in the order that the client's own helper requires."""
     script = [*THINKS[:2], *CALLS]
     whole = ask(FakeBackend(*script), tools=[WEATHER, TIME])
     settings = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
@@ -109,8 +109,8 @@ def test_the_clients_own_parser_gets_its_object_and_the_model_the_schema():
     with running(backend) as gateway, openai_client(gateway) as client:
         parsed = client.responses.parse(**ASKED, text_format=Capital).output_parsed
     assert parsed == Capital(name="Paris")
-    form = backend.bodies[0]["response_format"]
-    assert form["type"] == "json_schema" and "name" in form["json_schema"]["schema"]["properties"]
+    output_format = backend.bodies[0]["response_format"]
+    assert output_format["type"] == "json_schema" and "name" in output_format["json_schema"]["schema"]["properties"]
 
 
 def test_a_conversation_is_a_chat_to_the_model():
@@ -226,7 +226,7 @@ def test_errors_of_the_model_are_the_clients_exceptions_before_the_first_event_a
 
 
 def a_stored_response(backend, status="in_progress", **more):
-    """As the model process has it of the last request."""
+    """Return the stored response of the last request, as the model process has it."""
     body = backend.bodies[-1]
     storing = body["_store"]
     return StoredResponse(body["req_id"], status, json.dumps([storing["about"], body["messages"]]), **more)

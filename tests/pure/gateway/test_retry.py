@@ -60,7 +60,7 @@ def test_openais_stream_goes_on_too():
 
 def test_a_client_that_goes_on_itself_is_asked_for_with_what_is_known_here():
     backend = a_backend(("c", LOST), ("d",), ("c", LOST), ("d",))
-    backend.told = {"r": ["a", "b"], "s": ["a", "b"]}
+    backend.sent_texts = {"r": ["a", "b"], "s": ["a", "b"]}
     with running(backend) as gateway:
         for req_id, known in (("r", {}), ("s", {"answer_ids": [0, 1, 9]})):
             lines = lines_of(gateway, CHAT, {"text": "Hi", "req_id": req_id, "resume_from": 2, "stream": True, **known})
@@ -115,7 +115,7 @@ def test_a_request_that_ends_every_model_server_is_given_up():
 
 
 def numbered(gateway, last, request_id="q", **fields):
-    """The events of a stream, each with its id."""
+    """Return the events of a stream, each with its id."""
     headers = {"Last-Event-ID": last, "X-Request-Id": request_id}
     status, _, payload = gateway.send("POST", CHAT, {**A_CHAT, "stream": True, **fields}, headers)
     assert status == 200, payload
@@ -149,12 +149,12 @@ class Resumed(FakeBackend):
         for place in range(3):
             for index, begin in enumerate(body["resume_from"]):
                 token = "abc"[place] if place >= begin else ""
-                gained = self.gained(body, list("abc")[: max(place, begin)], token) | {"index": index}
+                delta_fields = self.delta_fields(body, list("abc")[: max(place, begin)], token) | {"index": index}
                 if place == 2:
                     is_end = index == len(body["resume_from"]) - 1
-                    yield Final(**gained, **self._end(body, list("abc")), is_end=is_end)
+                    yield Final(**delta_fields, **self._end(body, list("abc")), is_end=is_end)
                 elif token:
-                    yield Delta(**gained)
+                    yield Delta(**delta_fields)
 
 
 @pytest.mark.parametrize(("n", "last"), [(1, "0"), (2, "0,0")])

@@ -22,7 +22,9 @@ ECHOED = {
 
 
 def test_a_loglikelihood_request_of_lm_eval_gets_the_logprobs_of_its_prompt():
-    """Lists of token ids; the last logprob is of what was generated, also where that ends the answer."""
+    """The prompts are lists of token ids. The last logprob is that of the generated token, even if it ends the
+    answer.
+    """
     backend = FakeBackend("a")
     with client_for(backend) as client:
         answer = client.completions.create(**LM_EVAL, prompt=[[1, 2, 3], [1, 2, 3]])
@@ -47,7 +49,7 @@ def test_an_echo_of_a_text_is_that_text_and_of_token_ids_what_the_model_tells():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_prompt_logprobs_and_token_ids_are_told_where_vllm_tells_them(stream):
+def test_prompt_logprobs_and_token_ids_have_the_fields_of_vllm(stream):
     asked = {"prompt_logprobs": 1, "return_token_ids": True}
     scores = [
         None,
@@ -71,7 +73,7 @@ def test_prompt_logprobs_and_token_ids_are_told_where_vllm_tells_them(stream):
         assert not any(of_prompt.keys() & {*each, *each["choices"][0]} for each in answer[1:])
 
 
-def test_what_is_not_asked_for_is_not_told():
+def test_unrequested_outputs_are_not_returned():
     with client_for(FakeBackend("a")) as client:
         chat = client.chat.completions.create(**A_CHAT, extra_body={"return_token_ids": True}).to_dict()
         echo = client.completions.create(model="m", prompt=[1], echo=True).to_dict()
@@ -84,8 +86,8 @@ def test_tokens_may_be_named_by_their_ids():
     with client_for(FakeBackend("a")) as client:
         chat = client.chat.completions.create(**A_CHAT, logprobs=True, top_logprobs=1, extra_body=asked)
         echo = client.completions.create(**LM_EVAL, prompt=[1, 2, 3], extra_body=asked).choices[0].logprobs
-    [told] = chat.choices[0].logprobs.content
-    assert (told.token, told.top_logprobs[0].token, told.bytes) == ("token_id:7", "token_id:7", [97])
+    [reported] = chat.choices[0].logprobs.content
+    assert (reported.token, reported.top_logprobs[0].token, reported.bytes) == ("token_id:7", "token_id:7", [97])
     assert echo.tokens == ["token_id:1", "token_id:2", "token_id:3", "token_id:7", "token_id:2"]
     assert echo.top_logprobs[1] == {"token_id:2": -1.5, "token_id:4": -0.25}
 
@@ -103,8 +105,8 @@ def test_no_token_at_all_may_be_asked_for():
 
 def test_a_stream_begins_with_what_its_prompt_tells_although_there_is_no_text_yet():
     class Late(FakeBackend):
-        def gained(self, body, texts, text):
-            return super().gained(body, texts, text) | {"token": ""}
+        def delta_fields(self, body, texts, text):
+            return super().delta_fields(body, texts, text) | {"token": ""}
 
     with running(Late("a", "b")) as gateway:
         body = {"prompt": "x", "stream": True, "return_token_ids": True}

@@ -1,4 +1,4 @@
-"""While the model is changed for another: new requests wait, what has begun goes on with its model or not at all."""
+"""Tests of a reload of the model: new requests wait, and open ones continue with their model or fail."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from tests.pure.gateway_fake import WAIT, FakeBackend, openai_client, running
 from tests.pure.inference_fake import a_client, a_request, a_response, answers, serving
 
 CHAT = "/v1/chat/completions"
-LOST, GONE = ModelLost("the model server has gone"), ModelUnreachable("nobody there")
+LOST, GONE = ModelLost("the model server has gone"), ModelUnreachable("not running")
 ENDED = EngineUnavailable(WHY)  # the old model has not begun it within the drain timeout
 ASKED = {"text": "Hi", "req_id": "r"}
 

@@ -130,7 +130,7 @@ def test_arguments_in_the_history_are_objects_to_the_template():
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tokenizer, name, choice):
-    """What reaches the model is a form in its own format; what has that form is read as calls."""
+    """The model gets a grammar in its own format, and text that matches it is parsed as calls."""
     backend = FakeBackend("{}")
     ask(backend, {"tool_call_parser": name}, tool_choice=choice)
     guided = Guided(tokenizer)
@@ -162,8 +162,8 @@ CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_words_of_a_form_leave_room_for_calls(tmp_path, name):
-    """Agents send tools and the form of their last answer with every request."""
+def test_a_schema_of_the_text_leaves_room_for_calls(tmp_path, name):
+    """Agents send tools and the format of their last answer with every request."""
     write_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config["additional_special_tokens"] = ["[TOOL_CALLS]"]
@@ -175,22 +175,22 @@ def test_words_of_a_form_leave_room_for_calls(tmp_path, name):
     ask(backend, settings, **asked, parallel_tool_calls=False)
     [body] = backend.bodies
     assert body["response_format"] == {"type": "text"} and len(body["chat_template_kwargs"]["tools"]) == 3
-    told, grammar = set(), body["guided_grammar"]
+    reported, grammar = set(), body["guided_grammar"]
     with contextlib.closing(GrammarPool(partial(Tokenizer.load, tmp_path), VOCAB_SIZE)) as grammars:
         guided = Guided(Tokenizer.load(tmp_path), grammars=grammars)
         for seed in range(16):
             text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
             content, _, calls = read(text, calls=FORMATS[name], names=["weather", "time", "odd"])
             assert bool(content) != bool(calls)
-            told |= {name for name, _ in calls} or {content}
-    assert {"weather", "time"} < told and told - {"weather", "time", "odd"} <= {"{}", '{"city": "Rome"}'}
+            reported |= {name for name, _ in calls} or {content}
+    assert {"weather", "time"} < reported and reported - {"weather", "time", "odd"} <= {"{}", '{"city": "Rome"}'}
     for fields in ({"response_format": {"type": "text"}}, {"response_format": CITY, "tools": []}):
         ask(backend, settings, **fields)
         assert "guided_grammar" not in backend.bodies[-1]
 
 
 def test_words_that_look_like_a_call_of_no_tool_are_words_and_come_as_they_are_written():
-    """Llama's calls have nothing before them."""
+    """Llama's calls have no marker in front of them."""
     for script in (['{"name": "Rome",', ' "parameters": {}}'], ['{"city":', ' "Rome"}']):
         backend = FakeBackend(*script)
         assert ask(backend, {"tool_call_parser": "llama3_json"}).message.content == "".join(script)
@@ -198,7 +198,7 @@ def test_words_that_look_like_a_call_of_no_tool_are_words_and_come_as_they_are_w
         assert [content for chunk in chunks if (content := chunk.choices[0].delta.content)] == script
 
 
-def test_the_form_of_words_is_no_matter_where_there_are_none():
+def test_a_text_schema_has_no_effect_if_a_call_is_forced():
     backend = FakeBackend("{}")
     ask(backend, response_format=CITY, tool_choice="required")
     assert "Rome" not in backend.bodies[0]["guided_grammar"] and backend.bodies[0]["response_format"]["type"] == "text"
@@ -236,7 +236,7 @@ def test_without_a_known_format_calls_can_still_be_forced():
     assert "weather" in backend.bodies[0]["guided_grammar"]
 
 
-def test_an_error_in_the_form_of_a_forced_call_blames_the_tools():
+def test_an_error_in_the_grammar_of_a_forced_call_blames_the_tools():
     with running(FakeBackend(InvalidRequest("The `{field}` is", field="guided_grammar"))) as gateway:
         status, answer = gateway.refused(CHAT, {**ASKED, "tool_choice": "required"})
     assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, "tools", "The `tools` is")
@@ -247,7 +247,7 @@ def of_unique(name="w", **more):
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
 
 
-def test_what_a_forced_call_cannot_keep_to_is_refused_by_the_name_of_its_function_or_told():
+def test_unenforced_keywords_of_a_forced_call_are_refused_by_its_function_or_reported():
     asked = {**ASKED, "tools": [TIME, of_unique()], "tool_choice": "required"}
     with running(FakeBackend("{}"), tool_call_parser="hermes") as gateway:
         status, answer = gateway.refused(CHAT, asked)
@@ -260,7 +260,7 @@ def test_what_a_forced_call_cannot_keep_to_is_refused_by_the_name_of_its_functio
         assert (status, headers["X-Unenforced-Keywords"]) == (200, '"w": uniqueItems at $.properties.a')
 
 
-def test_what_a_call_that_may_be_words_cannot_keep_to_is_told_unless_the_function_is_strict():
+def test_unenforced_keywords_of_an_optional_call_are_reported_unless_the_function_is_strict():
     asked = {**ASKED, "response_format": CITY}
     with running(FakeBackend("{}"), tool_call_parser="hermes") as gateway:
         status, headers, _ = gateway.send("POST", CHAT, {**asked, "tools": [of_unique()]})
@@ -278,13 +278,13 @@ SAID = {"messages": MESSAGES}
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("strict", [None, False])
-def test_a_form_that_is_not_strict_is_taken_and_what_is_not_enforced_is_told_in_every_protocol(path, strict):
+def test_a_schema_that_is_not_strict_is_accepted_and_unenforced_keywords_are_reported_in_every_protocol(path, strict):
     schema = {"schema": {"items": {"not": {"type": "null"}}}, **({} if strict is None else {"strict": strict})}
-    form = {"type": "json_schema", "name": "x", **schema}
+    output_format = {"type": "json_schema", "name": "x", **schema}
     asked = {
         CHAT: {**SAID, "response_format": {"type": "json_schema", "json_schema": schema}},
-        "/v1/responses": {"input": "hi", "text": {"format": form}},
-        "/v1/messages": {**SAID, "max_tokens": 9, "output_config": {"format": form}},
+        "/v1/responses": {"input": "hi", "text": {"format": output_format}},
+        "/v1/messages": {**SAID, "max_tokens": 9, "output_config": {"format": output_format}},
     }[path]
     with running(FakeBackend("[]")) as gateway:
         status, headers, _ = gateway.send("POST", path, asked)
@@ -293,9 +293,9 @@ def test_a_form_that_is_not_strict_is_taken_and_what_is_not_enforced_is_told_in_
 
 
 def test_a_native_answer_tells_what_is_not_enforced():
-    form = {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "null"}}, "strict": False}}
+    output_format = {"type": "json_schema", "json_schema": {"schema": {"not": {"type": "null"}}, "strict": False}}
     with running(FakeBackend("[]")) as gateway:
-        status, headers, _ = gateway.send("POST", CHAT, {"text": "hi", "response_format": form})
+        status, headers, _ = gateway.send("POST", CHAT, {"text": "hi", "response_format": output_format})
     assert (status, headers["X-Unenforced-Keywords"]) == (200, "not at $")
 
 
@@ -322,7 +322,7 @@ THOUGHT = ["<thi", "nk>\nParis is", " in France.\n</", "think>\n\nPar", "is."]
         ("ernie", ["Paris is in France.\n</", "think>\n\n\n<resp", "onse>\nParis.", "\n</response>\n"]),
     ],
 )
-def test_thoughts_are_told_apart(parser, script):
+def test_reasoning_is_separated(parser, script):
     choice = ask(FakeBackend(*script), {"reasoning_parser": parser}, tools=[])
     assert (choice.message.reasoning_content, choice.message.content) == ("Paris is in France.", "Paris.")
     chunks = ask(FakeBackend(*script), {"reasoning_parser": parser}, tools=[], stream=True)
@@ -341,7 +341,7 @@ def test_without_a_parser_or_a_thought_all_is_content():
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
 @pytest.mark.parametrize(
-    ("thought", "script", "told"),
+    ("thought", "script", "reported"),
     [
         ("does", ["Paris", "?\n</th", "ink>\n\nParis."], ("Paris?", "Paris.")),
         ("may", ["Paris", "."], ("", "Paris.")),
@@ -350,9 +350,9 @@ def test_without_a_parser_or_a_thought_all_is_content():
     ],
 )
 def test_whether_a_model_thinks_is_what_it_knows_of_the_prompt_whatever_was_asked(
-    parser, thought, script, told, stream
+    parser, thought, script, reported, stream
 ):
-    """A template may open a thought though its client wants none, or close it by a flag of its own."""
+    """A template may open a thought although the client wants none, or close it because of a flag of its own."""
     for asked in ({}, {"enable_thinking": False}, {"reasoning_effort": "none"}):
         backend = FakeBackend(*script)
         backend.reasoning = thought
@@ -362,7 +362,7 @@ def test_whether_a_model_thinks_is_what_it_knows_of_the_prompt_whatever_was_aske
             parts = [chunk.choices[0].delta.to_dict() for chunk in answer if chunk.choices[0].index == 1]
         else:
             parts = [answer.message.to_dict()]
-        assert tuple("".join(part.get(kind) or "" for part in parts) for kind in KINDS) == told
+        assert tuple("".join(part.get(kind) or "" for part in parts) for kind in KINDS) == reported
 
 
 # What the model's files say

@@ -30,10 +30,10 @@ PAUSE = object()  # in a script: what follows comes a moment later
 
 
 def tokens(*texts):
-    gained = [{"req_id": "", "token": text, "token_ids": [], "send_idx": 0} for text in texts]
-    gained = [{**each, "usage": wire.Usage(), "infer_seed": 0} for each in gained]
-    final = wire.Final(**gained.pop(), finish_reason="stop", tokens_all="", tokens_all_ids=[])
-    return [wire.write_answer(answer) for answer in (*[wire.Delta(**each) for each in gained], final)]
+    fields = [{"req_id": "", "token": text, "token_ids": [], "send_idx": 0} for text in texts]
+    fields = [{**each, "usage": wire.Usage(), "infer_seed": 0} for each in fields]
+    final = wire.Final(**fields.pop(), finish_reason="stop", tokens_all="", tokens_all_ids=[])
+    return [wire.write_answer(answer) for answer in (*[wire.Delta(**each) for each in fields], final)]
 
 
 A_DELTA, _ = tokens("a", "")
@@ -183,7 +183,9 @@ def test_a_silent_model_times_out_and_its_stream_is_cancelled():
 
 @contextlib.asynccontextmanager
 async def connected_to_a_frozen_server():
-    """Its kernel accepts connections, it says nothing: no request can be written."""
+    """Connect to a server whose kernel accepts connections but which never answers, so that no request can be
+    written.
+    """
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         backend = TritonBackend(TritonConnections(f"127.0.0.1:{frozen.getsockname()[1]}"))
         try:
@@ -380,12 +382,12 @@ def test_busy_connections_are_joined_by_another(monkeypatch):
 
 def test_the_probe_is_answered_through_the_model():
     async def scenario():
-        told = wire.ModelState(ready=False, reason="warming up", model_len=64)
-        triton = FakeTriton(wire.write_answer(told))
+        reported = wire.ModelState(ready=False, reason="warming up", model_len=64)
+        triton = FakeTriton(wire.write_answer(reported))
         async with connected(triton) as backend:
             state = await backend.probe()
             assert await backend.is_live()
-        assert state == told
+        assert state == reported
         assert json.loads(triton.requests[0].raw_input_contents[0][4:]) == [{"probe": True}]
 
     asyncio.run(scenario())

@@ -64,9 +64,9 @@ def test_generate_answers_once_and_generate_stream_as_it_comes():
             answers = json.loads(whole.pop("OUT"))
             assert whole == {"model_name": "model", "model_version": "1"}
             assert [each["tokens_all"] for each in answers] == ["ab"] * len(answers)
-        told = events(gateway.stream(f"{GENERATE}_stream", {"IN": IN}))
+        reported = events(gateway.stream(f"{GENERATE}_stream", {"IN": IN}))
     assert len(answers) == 2
-    assert [json.loads(each["OUT"])[0]["token"] for each in told] == ["a", "b", ""]
+    assert [json.loads(each["OUT"])[0]["token"] for each in reported] == ["a", "b", ""]
     assert [body.get("return_all_tokens") for body in backend.bodies] == [True, True, None]
     assert backend.bodies[1]["req_id"] == "1"
 
@@ -75,8 +75,8 @@ def test_what_is_wrong_is_said_in_tritons_shape():
     backend = FakeBackend(Overloaded("full"))
     backend.scripts = [("a", EngineUnavailable("gone"))]
     with running(backend) as gateway:
-        told = events(gateway.stream(f"{GENERATE}_stream", {"IN": IN}))
-        assert told[-1] == {"error": "gone"}
+        reported = events(gateway.stream(f"{GENERATE}_stream", {"IN": IN}))
+        assert reported[-1] == {"error": "gone"}
         assert gateway.refused(GENERATE, {"IN": IN}) == (429, {"error": "full"})
         for body, text in (
             ({}, "IN must be a text with the request as JSON, it is null"),
@@ -109,11 +109,11 @@ def test_a_text_with_parameters_is_answered_with_a_text():
         several = gateway.post(GENERATE, {"text_input": "hi", "n": 2})
         assert several == {**envelope, "text_output": ["ab", "ab"], "finish_reason": ["length", "length"]}
         for fields in ({}, {"stream": True}):
-            told = events(gateway.stream(f"{GENERATE}_stream", {**asked, "stream": None, **fields}))
-            assert [each["text_output"] for each in told] == ["a", "b", ""]
+            reported = events(gateway.stream(f"{GENERATE}_stream", {**asked, "stream": None, **fields}))
+            assert [each["text_output"] for each in reported] == ["a", "b", ""]
         gateway.stream(f"{GENERATE}_stream", asked)
-    assert told[0] == {**envelope, "text_output": "a", "index": 0}
-    assert told[-1] == {**envelope, "text_output": "", "index": 0, "finish_reason": "length"}
+    assert reported[0] == {**envelope, "text_output": "a", "index": 0}
+    assert reported[-1] == {**envelope, "text_output": "", "index": 0, "finish_reason": "length"}
     assert [body["return_all_tokens"] for body in backend.bodies] == [True, True, False, False, True]
     expected = {"text": "hi", "max_tokens": 9000, "temperature": 0, "cut_max_dec_len": True}
     assert backend.bodies[0] == {**expected, "return_all_tokens": True, "req_id": backend.bodies[0]["req_id"]}

@@ -1,4 +1,4 @@
-"""Answers of a given form: what a model of random opinions says, with the real sampler and the real grammars."""
+"""Tests of structured output from a model with random logits, with the real sampler and the real grammars."""
 
 import random
 import re
@@ -72,7 +72,7 @@ def test_an_answer_to_a_choice_is_one_of_it(guided):
 
 
 def may_begin(guided, request, token_ids):
-    """Whether an answer may begin with these tokens."""
+    """Return whether an answer may begin with these tokens."""
     request.token_ids = [*PROMPT, *token_ids]
     try:
         return bool(begun(guided.grammars, request))
@@ -84,7 +84,7 @@ def may_begin(guided, request, token_ids):
     ("alphabet", "length"), [("abc d", 34), ('\\"/|[](){}*+?.^$#<>-\t\n\b\0\x7f', 24), ("é日😀\u2028n\u0303", 12)]
 )
 def test_of_4096_texts_each_can_be_the_answer_and_nothing_else(guided, tokenizer, alphabet, length):
-    """Half of them are the beginning of others. They are as long as they may be all together."""
+    """Every other text is a prefix of another one. Their total length is the largest that is allowed."""
     rng = random.Random(0)
     texts = ["".join(rng.choices(alphabet, k=length)) for _ in range(MAX_CHOICES // 2)]
     texts += [text[: rng.randrange(4, length)] for text in texts]
@@ -156,7 +156,7 @@ def test_structures_are_kept_in_free_text(guided, tokenizer):
     assert all(re.fullmatch(r"<n>\s*-?\d+\s*</n>", each) for each in structures)
 
 
-def test_a_form_begins_after_what_the_model_thinks(guided, tokenizer):
+def test_structured_output_begins_after_the_reasoning(guided, tokenizer):
     over = tokenizer.encode("hm {</think>\n")
     reasoning = ReasoningPrefix(unlimited_reasoning("</think>"))
     text = guided.run(a_request("a", "guided_json", PERSON, token_ids=over, reasoning=reasoning))
@@ -176,9 +176,7 @@ CONSTRAINTS = {
 
 @pytest.mark.parametrize("field", CONSTRAINTS)
 @pytest.mark.parametrize("mark", ["text", "token"])
-def test_an_answer_that_does_not_begin_with_a_thought_has_its_form_from_the_first_token_on(
-    guided, tokenizer, field, mark
-):
+def test_an_answer_without_reasoning_follows_its_grammar_from_the_first_token_on(guided, tokenizer, field, mark):
     """ "<" begins a thought, ">" ends it."""
     value, pattern = CONSTRAINTS[field]
     [begin] = tokenizer.encode("<")
@@ -201,9 +199,9 @@ def test_a_thought_ends_when_its_tokens_are_spent(tokenizer, method):
     reasoning = limited_reasoning(5, ">", (end, *STOP_IDS))
 
     def ids(name, begin, likes):
-        form = ("reasoning_max_tokens", unconstrained_answer(reasoning, begin))
+        structured_output = ("reasoning_max_tokens", unconstrained_answer(reasoning, begin))
         options = {"temperature": 1.0, "max_new_tokens": 30, "stop_token_ids": STOP_IDS, "logit_bias": likes}
-        guided.run(Request(name, list(PROMPT), len(PROMPT), Sampling(**options, structured_output=form)))
+        guided.run(Request(name, list(PROMPT), len(PROMPT), Sampling(**options, structured_output=structured_output)))
         return guided.token_ids[name]
 
     never = (end, -100.0)
@@ -220,7 +218,7 @@ def test_a_thought_ends_when_its_tokens_are_spent(tokenizer, method):
     assert re.fullmatch(r"[ \n]{0,4}[ab]{3}", guided.text("form")[6:])
 
 
-def test_the_answer_ends_with_its_form_and_without_a_step_for_that(guided):
+def test_the_answer_ends_with_its_grammar_without_another_step(guided):
     guided.run(a_request("a", "guided_regex", "[ab]"))
     assert (len(guided.token_ids["a"]), guided.token_ids["a"][-1]) == (2, STOP_IDS[0])
     assert guided.ends["a"] == "stop"
@@ -229,7 +227,7 @@ def test_the_answer_ends_with_its_form_and_without_a_step_for_that(guided):
     assert guided.model.num_steps == 1 + 2  # the prompt with the first token; all others were forced
 
 
-def test_at_the_end_of_a_form_that_may_go_on_the_stop_ids_of_the_request_are_allowed(guided, tokenizer):
+def test_where_a_grammar_may_end_the_stop_ids_of_the_request_are_allowed(guided, tokenizer):
     [own] = tokenizer.encode("!")
     bias = ((own, 100.0), *((each, 50.0) for each in STOP_IDS))
     guided.run(a_request("a", "guided_regex", "[ab]{3}[ab]*", stop_token_ids=(own,), logit_bias=bias))
@@ -259,7 +257,7 @@ def test_what_is_forced_is_what_would_be_chosen_anyway(tokenizer, monkeypatch):
 
 
 def test_an_answer_goes_on_from_its_tokens_at_any_place(guided):
-    """As after a crash, or with `answer_ids`."""
+    """This happens after a crash, or with `answer_ids`."""
     guided.run(a_request("whole", "guided_json", PERSON, seed=3))
     *whole, stop_id = guided.token_ids["whole"]
     assert stop_id in STOP_IDS
@@ -288,7 +286,7 @@ def test_preempted_answers_are_the_same(tokenizer):
     assert cramped == alone
 
 
-def test_several_answers_to_one_prompt_have_each_a_form_of_their_own(guided):
+def test_several_answers_to_one_prompt_have_a_grammar_each(guided):
     request = a_request("a", "guided_json", PERSON, seed=5, forks=2)
     guided.run(request)
     texts = [guided.text(name) for name in ("a", "a-", "a--")]
@@ -326,7 +324,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_form_ends_its_own_request_only(guided, name):
+def test_a_hostile_grammar_ends_its_own_request_only(guided, name):
     started = time.monotonic()
     guided.run(a_request("bad", *HOSTILE[name]), a_request("good", "guided_json", PERSON))
     assert time.monotonic() - started < 20
@@ -336,8 +334,8 @@ def test_a_hostile_form_ends_its_own_request_only(guided, name):
     guided.loop.scheduler.check()
 
 
-def test_a_form_that_becomes_too_complex_while_it_is_followed_is_refused_by_name(guided):
-    """The second token could be one of too many: the first mask does not know."""
+def test_a_grammar_that_becomes_too_complex_during_decoding_is_refused_by_name(guided):
+    """The second token could be one of too many, which the first mask does not show."""
     wide = " | ".join(f'"{{x{i}"' for i in range(2100))
     guided.run(a_request("a", "guided_grammar", f'start: "a" ({wide})'))
     error = guided.errors["a"]
@@ -348,7 +346,7 @@ def test_a_form_that_becomes_too_complex_while_it_is_followed_is_refused_by_name
 
 @pytest.mark.parametrize("name", ["T", "r"])
 def test_ten_thousand_rules_one_below_the_other_are_survived(guided, name):
-    """The library descends into them: the thread has the stack for it."""
+    """The library recurses into the rules, and the thread has the stack for it."""
     rules = [f"{name}{i}: {name}{i + 1}" for i in range(8000)]
     text = guided.run(a_request("a", "guided_grammar", "\n".join([f"start: {name}0", *rules, f'{name}8000: "a"'])))
     assert text == "a"
@@ -372,7 +370,7 @@ class SlowGrammars:
     def poll(self, timeout_s=0.0): ...
 
 
-def test_while_a_form_is_compiled_others_go_on(tokenizer):
+def test_while_a_grammar_is_compiled_other_requests_continue(tokenizer):
     grammars = SlowGrammars()
     guided = Guided(tokenizer, grammars=grammars)
     guided.loop.add(a_request("slow", "guided_choice", ["a"]))
@@ -387,7 +385,7 @@ def test_while_a_form_is_compiled_others_go_on(tokenizer):
     assert str(guided.errors["slow"]) == "no"
 
 
-def test_who_leaves_while_the_form_is_compiled_is_forgotten(tokenizer):
+def test_a_client_that_disconnects_while_its_grammar_is_compiled_is_forgotten(tokenizer):
     grammars = SlowGrammars()
     guided = Guided(tokenizer, grammars=grammars)
     guided.loop.add(a_request("a", "guided_choice", ["a"], forks=1))
@@ -401,7 +399,7 @@ def test_who_leaves_while_the_form_is_compiled_is_forgotten(tokenizer):
     assert guided.ends == {}
 
 
-def test_of_several_answers_the_first_may_be_left_while_the_form_is_compiled(guided):
+def test_of_several_answers_the_first_may_be_cancelled_while_the_grammar_is_compiled(guided):
     guided.loop.add(a_request("a", "guided_choice", ["x"], forks=1))
     guided.loop.drop("a")
     guided.run()
@@ -418,12 +416,12 @@ def test_a_step_does_not_wait_for_masks_that_fail(guided, monkeypatch):
 
 
 def test_special_tokens_are_no_text(guided):
-    """The end-of-sequence token is not how `<|im_end|>` is written."""
+    """The end-of-sequence token does not match the text `<|im_end|>`."""
     assert guided.run(a_request("a", "guided_choice", ["<|im_end|>"])) == "<|im_end|>"
     assert EOS_ID not in guided.token_ids["a"][:-1]
 
 
-def test_sampling_without_a_form_needs_no_grammars(tokenizer):
+def test_sampling_without_structured_output_needs_no_grammars(tokenizer):
     guided = Guided(tokenizer, grammars=SlowGrammars())
     guided.run(Request("a", list(PROMPT), len(PROMPT), Sampling(3)))
     assert guided.ends == {"a": "length"}

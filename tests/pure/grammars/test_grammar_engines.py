@@ -1,4 +1,4 @@
-"""Answers of a given form from real executors, with one rank and with two, and over crashes of the engine."""
+"""Tests of structured output from real executors, with one rank and with two, and over crashes of the engine."""
 
 import json
 import threading
@@ -46,7 +46,7 @@ class Bytes:
 def answers_of(graph_dir, **settings):
     config = Config(max_dec_len=256, batch_size=8, **settings)
     executor, grammars = make_executor(graph_dir, config), GrammarPool(Bytes, 300, config)
-    form = (
+    structured_output = (
         "guided_json",
         write_grammar(STRUCTURED_OUTPUT_FIELDS["guided_json"]("guided_json", SCHEMA), any_whitespace=False),
     )
@@ -55,7 +55,7 @@ def answers_of(graph_dir, **settings):
         loop = EngineLoop(executor, 100, config, grammars)
         for seed in range(6):
             sampling = Sampling(
-                256, temperature=float(seed % 2), seed=seed, stop_token_ids=(299,), structured_output=form
+                256, temperature=float(seed % 2), seed=seed, stop_token_ids=(299,), structured_output=structured_output
             )
             loop.add(Request(str(seed), [seed + 7, 20], 2, sampling))
         loop.add(Request("free", [9, 20], 2, Sampling(100)))
@@ -69,7 +69,7 @@ def answers_of(graph_dir, **settings):
         grammars.close()
 
 
-def test_ranks_and_drafts_change_no_token_of_an_answer_that_has_a_form(exported):
+def test_ranks_and_drafts_change_no_token_of_structured_output(exported):
     one, stats = answers_of(exported("qwen2", block_size=16))
     assert stats["num_accepted_tokens"] > 0
     for seed in range(6):
@@ -106,7 +106,7 @@ class Engine:
         return self
 
     def loses_all_but_one_update(self):
-        """Before anybody is told of what it has computed after that."""
+        """Lose every later update before the client gets any of them."""
         send, are_sent = self.server._send_updates, []
         self.server._send_updates = lambda updates: are_sent or (are_sent.extend(updates), send(updates))
 
@@ -117,7 +117,7 @@ class Engine:
         self.grammars.close()
 
 
-def test_an_answer_goes_on_in_its_form_after_a_crash(tokenizer):
+def test_structured_output_continues_after_a_crash(tokenizer):
     schema = random_schema(3)
     whole = Guided(tokenizer)
     request = a_request("a", "guided_json", {"type": "array", "items": schema, "minItems": 3}, seed=8)
@@ -140,14 +140,18 @@ def test_an_answer_goes_on_in_its_form_after_a_crash(tokenizer):
         assert client.num_restarts == 3
 
 
-def test_after_a_crash_nobody_waits_for_a_grammar_that_takes_long_to_compile(tokenizer):
+def test_after_a_crash_no_request_waits_for_a_grammar_that_compiles_slowly(tokenizer):
     """Requests are tried one by one then."""
     address, slow, quick = a_free_address(), Collector(), Collector()
-    form = ("guided_json", json.dumps({"grammars": [{"json_schema": {"type": "integer", "multipleOf": 7777777}}]}))
+    structured_output = (
+        "guided_json",
+        json.dumps({"grammars": [{"json_schema": {"type": "integer", "multipleOf": 7777777}}]}),
+    )
     with a_client(address) as client:
         with Engine(address, tokenizer) as engine:
             client.submit(
-                PROMPT, [Submission("slow", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=form), slow)]
+                PROMPT,
+                [Submission("slow", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=structured_output), slow)],
             )
             client.submit(PROMPT, [Submission("quick", Sampling(30), quick)])
             wait_until(lambda: engine.model.may_step.release() or quick.token_ids)
@@ -156,12 +160,13 @@ def test_after_a_crash_nobody_waits_for_a_grammar_that_takes_long_to_compile(tok
             assert quick.wait() == "length" and not slow.ends
 
 
-def test_a_form_that_cannot_be_compiled_is_refused_over_the_socket(tokenizer):
+def test_a_grammar_that_cannot_be_compiled_is_refused_over_the_socket(tokenizer):
     address, listener = a_free_address(), Collector()
-    form = ("guided_regex", write_grammar(STRUCTURED_OUTPUT_FIELDS["guided_regex"]("guided_regex", "(")))
+    structured_output = ("guided_regex", write_grammar(STRUCTURED_OUTPUT_FIELDS["guided_regex"]("guided_regex", "(")))
     with a_client(address) as client, Engine(address, tokenizer):
         client.submit(
-            PROMPT, [Submission("a", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=form), listener)]
+            PROMPT,
+            [Submission("a", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=structured_output), listener)],
         )
         error = listener.wait()
     assert isinstance(error, InvalidRequest)

@@ -49,10 +49,13 @@ def grammars(**settings):
 
 
 def raw_request(name, schema, owner="", **sampling):
-    """One that no check has seen."""
-    form = ("guided_json", json.dumps({"grammars": [{"json_schema": schema}]}))
+    """Return a request that has not been checked."""
+    structured_output = ("guided_json", json.dumps({"grammars": [{"json_schema": schema}]}))
     request = Request(
-        name, list(PROMPT), len(PROMPT), Sampling(900, stop_token_ids=STOP_IDS, structured_output=form, **sampling)
+        name,
+        list(PROMPT),
+        len(PROMPT),
+        Sampling(900, stop_token_ids=STOP_IDS, structured_output=structured_output, **sampling),
     )
     request.owner = owner
     return request
@@ -153,7 +156,7 @@ def test_a_client_that_leaves_ends_the_compilation(tokenizer):
         wait_until(lambda: not worker_pids(made))
 
 
-def test_an_owner_that_compiles_too_much_is_told_to_wait_but_for_grammars_that_take_a_moment():
+def test_an_owner_that_compiles_too_much_has_to_wait_except_for_small_grammars():
     with grammars(grammar_compile_budget_s=1.0, grammar_compile_timeout_s=2.0) as made:
         assert refusal(made, raw_request("a", ENDLESS, owner="hostile")).code == 400
         error = refusal(made, raw_request("b", LONG, owner="hostile"))
@@ -214,7 +217,7 @@ def test_a_worker_that_was_not_needed_for_long_ends_also_when_there_is_nothing_e
 
 
 def an_answer(tokenizer, made, disturb=lambda: None, **settings):
-    """Of several schemas, with `disturb` called before every step."""
+    """Generate an answer for each of several schemas, with `disturb` called before every step."""
     guided = Guided(tokenizer, grammars=made, **settings)
     for seed in range(6):
         guided.loop.add(a_request(f"{seed}", "guided_json", random_schema(seed), seed=seed, forks=1))
@@ -228,13 +231,15 @@ def an_answer(tokenizer, made, disturb=lambda: None, **settings):
 
 @lru_cache
 def undisturbed(tokenizer):
-    """What every disturbed `an_answer` must come to."""
+    """Return the answer that every disturbed `an_answer` must equal."""
     with grammars() as made:
         return an_answer(tokenizer, made)
 
 
 def without_stop_ids(guided):
-    """Which of several ends an answer depends on where it went on."""
+    """Return the answers without their stop ids, because which of several ends an answer depends on where it was
+    resumed.
+    """
     return {name: each[:-1] for name, each in guided.token_ids.items() if name != "free"}
 
 
@@ -263,7 +268,7 @@ def test_answers_are_the_same_when_the_fork_server_is_killed(tokenizer):
 
 
 def test_an_answer_whose_mask_is_late_is_left_out_of_steps_until_it_comes(tokenizer):
-    """Its worker is stopped; others go on, and its tokens are the same."""
+    """Its worker is stopped, other requests continue, and its tokens are the same."""
     with grammars() as made:
         expected = an_answer(tokenizer, made)  # so that every worker runs already
         guided = Guided(tokenizer, grammars=made)

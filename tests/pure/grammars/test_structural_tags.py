@@ -118,8 +118,8 @@ def vocabulary(tokenizer):
     return Vocabulary(tokenizer, EOS_ID + 1).of_library
 
 
-def allows(vocabulary, form, text):
-    matcher = LLMatcher(vocabulary, form, log_level=0)
+def allows(vocabulary, structured_output, text):
+    matcher = LLMatcher(vocabulary, structured_output, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     token_ids = [*text.encode()]
     if matcher.validate_tokens(token_ids) < len(token_ids):
@@ -130,12 +130,12 @@ def allows(vocabulary, form, text):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_tree_of_formats_allows_what_it_says(name, vocabulary):
     tree, allowed, forbidden = FORMATS[name]
-    form = write_grammar(
+    structured_output = write_grammar(
         STRUCTURED_OUTPUT_FIELDS["response_format"]("response_format", {"type": "structural_tag", "format": tree}),
         False,
     )
-    assert {text: allows(vocabulary, form, text) for text in allowed} == dict.fromkeys(allowed, True)
-    assert {text: allows(vocabulary, form, text) for text in forbidden} == dict.fromkeys(forbidden, False)
+    assert {text: allows(vocabulary, structured_output, text) for text in allowed} == dict.fromkeys(allowed, True)
+    assert {text: allows(vocabulary, structured_output, text) for text in forbidden} == dict.fromkeys(forbidden, False)
 
 
 def test_an_answer_follows_a_tree_of_formats(tokenizer):
@@ -185,8 +185,8 @@ def test_what_is_wrong_with_a_tree_is_refused_with_its_place(name):
 
 
 def test_text_whose_end_nothing_would_tell_is_refused():
-    form = STRUCTURED_OUTPUT_FIELDS["structural_tag"](
+    structured_output = STRUCTURED_OUTPUT_FIELDS["structural_tag"](
         "structural_tag", {"format": {"type": "sequence", "elements": [ANY, INT]}}
     )
     with pytest.raises(InvalidRequest, match="`structural_tag` has `any_text` without an end: what follows it must"):
-        write_grammar(form)
+        write_grammar(structured_output)

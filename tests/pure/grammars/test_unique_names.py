@@ -102,7 +102,7 @@ LEFT = {
 
 
 def test_tokens_of_several_characters_give_no_name_twice_either():
-    """A vocabulary in which names, quotes and commas come together."""
+    """The vocabulary has tokens in which names, quotes and commas are combined."""
 
     class Tokenizer:
         special_ids, eos_token_ids = (), (0,)

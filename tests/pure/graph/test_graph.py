@@ -17,7 +17,9 @@ from tests.paged_model import make_caches
 
 
 def tensors_of(family: str) -> dict[str, np.ndarray]:
-    """With the heads of queries and keys as the graph has them: what turns together half a head apart."""
+    """Return the tensors with the heads of queries and keys in the order of the graph, which rotates elements half a
+    head apart.
+    """
     keys = {**COMMON, **FAMILIES[family]}
     tensors = dict(random_tensors(keys, SEEDS[family]))
     for name, tensor in tensors.items():
@@ -29,7 +31,7 @@ def tensors_of(family: str) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def a_copy(exported, tmp_path):
-    """An exported model that a test may damage."""
+    """Return an exported model that a test may damage."""
     return shutil.copytree(exported("qwen2"), tmp_path / "model")
 
 
@@ -90,7 +92,7 @@ def test_the_cache_has_the_dtype_of_the_weights(exported):
     assert graph.inputs["kv_cache_0"].dtype == graph.parameters["layers.0.o_proj.weight"].dtype == "bfloat16"
 
 
-def test_rows_that_nobody_wants_are_dropped_before_the_last_mlp(exported):
+def test_unused_rows_are_dropped_before_the_last_mlp(exported):
     graph, _ = load(exported("llama"))
     ops = [node.op for node in graph.nodes]
     assert ops.count("gather_rows") == 2

@@ -1,4 +1,4 @@
-"""Which request crashes the engine: the order of trials, and who is blamed."""
+"""Tests of the search for the request that crashes the engine: the order of trials, and the request that is blamed."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_after_a_crash_each_waits_for_the_first_token_of_the_one_before(bench):
     trials.begin("ab")
     trials.add("c")
     assert given == ["a"]
-    trials.survived("b")  # of whom nobody spoke
+    trials.survived("b")  # which were not mentioned
     assert given == ["a"]
     trials.survived("a")
     trials.survived("b")
@@ -87,7 +87,7 @@ def test_a_lost_connection_ends_the_trials_without_a_verdict(bench):
     assert trials.note_crash() is None
 
 
-def test_who_is_computed_alone_is_told_before():
+def test_a_trial_of_one_request_is_announced_before_it_runs():
     said = []
 
     def submit(request_id):

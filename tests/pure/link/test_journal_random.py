@@ -37,7 +37,7 @@ class FragileExecutor(CountingExecutor):
 
 
 class Network:
-    """Between one client and one engine; in place of both zmq.Context and sockets, and of the clock."""
+    """Simulated network between one client and one engine. It replaces zmq.Context, the sockets and the clock."""
 
     def __init__(self, rng):
         self.rng = rng
@@ -88,7 +88,7 @@ class Network:
         return messages.popleft()
 
     def lose(self):
-        """Of what was on its way in each direction, only a beginning has arrived before."""
+        """Drop messages in flight: in each direction only a prefix of them arrives."""
         for messages in (self.up, self.down):
             for _ in range(self.rng.randint(0, len(messages))):
                 messages.pop()
@@ -183,7 +183,7 @@ class World:
                     self.crash()
             else:
                 self.network.lose()
-                while self.server and self.network.up:  # arrives, and is answered to nobody
+                while self.server and self.network.up:  # arrives, and its answer is not received
                     self.step()
                 self.network.connection += 1
 

@@ -67,15 +67,15 @@ def test_a_request_expires_only_while_nothing_of_it_is_computed():
         assert is_empty(client)
 
 
-def test_the_engine_is_told_where_a_request_stands():
+def test_the_engine_gets_the_queue_position_of_a_request():
     with connected(SlowExecutor(256, 4, 0.02), batch_size=1, max_dec_len=500) as (_, client):
         first = submit(client, [5], 500)
         wait_until(lambda: first.token_ids)
         order = []
-        for name, standing in (("usual", ("", 0)), ("late", ("a", 3)), ("urgent", ("", -1))):
+        for name, queue_position in (("usual", ("", 0)), ("late", ("a", 3)), ("urgent", ("", -1))):
             listener = Collector()
             listener.ends = Ends(name, order)
-            client.submit([7], [Submission(name, Sampling(1, temperature=0), listener)], queue_position=standing)
+            client.submit([7], [Submission(name, Sampling(1, temperature=0), listener)], queue_position=queue_position)
         client.cancel(first.request_id)
         wait_until(lambda: len(order) == 3)
     assert order == ["urgent", "usual", "late"]
@@ -134,7 +134,7 @@ def test_a_request_waits_for_an_engine_that_is_not_there_yet():
 
 
 class PausedClock:
-    """Of a process that was stopped and goes on: time has passed for it alone."""
+    """Clock of a process that was stopped and continues: time has passed only for this process."""
 
     lost_s = 0.0
 
@@ -302,7 +302,7 @@ def test_a_request_to_which_the_model_gives_no_token_ends_alone():
         assert is_empty(client)
 
 
-def test_when_the_engine_is_given_up_everybody_is_told_why(tmp_path):
+def test_when_the_engine_is_given_up_every_request_gets_the_reason(tmp_path):
     failed_file = tmp_path / "engine.failed"
     with a_client(a_free_address(), failed_file) as client:
         listener = submit(client, [5])
@@ -322,7 +322,7 @@ def test_a_submission_does_not_wait_for_the_next_heartbeat(monkeypatch):
         assert submit(client, [5], 2).wait() == "length"
 
 
-def test_more_submissions_than_the_pipe_holds_block_nobody_and_leave_no_wake_up_behind():
+def test_more_submissions_than_the_pipe_holds_block_no_thread_and_leave_no_wake_up_behind():
     class Slow(Collector):
         def tokens(self, *args):
             entered.set()

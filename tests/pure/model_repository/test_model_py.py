@@ -44,7 +44,7 @@ def graph_dir(tmp_path):
 
 @pytest.fixture
 def model(model_py, graph_dir, monkeypatch):
-    """A model that is served by an engine in this process."""
+    """Return a model that is served by an engine in this process."""
     monkeypatch.setattr(service_module, "MIN_CANCEL_POLL_S", 0.002)
     monkeypatch.setenv("MODEL_DIR", str(graph_dir))
     monkeypatch.setenv("RUN_DIR", str(graph_dir))

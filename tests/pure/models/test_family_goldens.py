@@ -30,7 +30,7 @@ def golden(family: str) -> dict[str, np.ndarray]:
 
 
 def cases(family: str, most: int = 1000) -> dict[int, tuple[list[int], list[int]]]:
-    """By the lengths of the prompts: each with the tokens that follow."""
+    """Return the cases by the lengths of the prompts, each with the tokens that follow."""
     known = golden(family)
     lens = [n for n in prompt_lens(family) if n <= most]
     return {n: (known[f"prompt_{n}"].tolist(), known[f"tokens_{n}"].tolist()) for n in lens}
@@ -73,8 +73,9 @@ def generate(loop: EngineLoop, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", ALL)
 def test_tokens_are_those_of_transformers_in_the_engine(family, exported):
-    """All prompts at once in chunks of 24 tokens, again out of the prefix cache, with drafts, and with so few blocks
-    that requests are preempted."""
+    """All prompts run at once in chunks of 24 tokens, again from the prefix cache, with drafts, and with so few blocks
+    that requests are preempted.
+    """
     expected = cases(family)
     prompts, answers = zip(*expected.values(), strict=True)
     executor = make_executor(exported(family, block_size=BLOCK_SIZE), Config(block_bs=4, batch_size=8))

@@ -34,8 +34,8 @@ def nvfp4(codes, names=("weight", "weight_scale_2"), inverse=False):
     return values, {names[0]: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scale, names[1]: total.reshape(1)}
 
 
-def floats(form):
-    config = compressed(4, form)
+def floats(layout):
+    config = compressed(4, layout)
     config["config_groups"]["group_0"]["weights"] |= {"type": "float"}
     return config
 
@@ -54,7 +54,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, 
 
 @pytest.fixture(params=KINDS)
 def checkpoints(request, tmp_path):
-    """A checkpoint of 4-bit floats and one with the same numbers as float32."""
+    """Return a checkpoint of 4-bit floats and one with the same numbers as float32."""
     config, write = KINDS[request.param]
     plain = make_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
     quantized = make_checkpoint(tmp_path / "quantized", "qwen3", **SIZES, quantization_config=config)

@@ -1,4 +1,4 @@
-"""What config.json may say, and which tensors a network asks for. No Paddle."""
+"""Tests of the contents of config.json and of the tensors that a network asks for, without Paddle."""
 
 import numpy as np
 import pytest

@@ -23,7 +23,7 @@ CUTS = [*((family, 2) for family in FAMILIES), ("qwen2", 4), ("qwen3", 4)]  # 4:
 
 
 def answer(model: PagedModel, prompt: list[int]) -> tuple[np.ndarray, list[int]]:
-    """Logits of the prompt's last two tokens, given in two steps, and the greedy answer."""
+    """Return the logits of the prompt's last two tokens, given in two steps, and the greedy answer."""
     logits = model.prefill(prompt, chunk=-(-len(prompt) // 2), num_logits=2)
     token_ids = [int(logits[-1].argmax())]
     while len(token_ids) < NUM_TOKENS:
@@ -36,7 +36,7 @@ def answers_of_ranks(model_dir: Path, num_ranks: int, prompt: list[int]) -> list
 
 
 def assert_like(expected: tuple[np.ndarray, list[int]], ranks: list[tuple[np.ndarray, list[int]]]) -> None:
-    """Every rank has the same bits, and they are those of one rank up to rounding."""
+    """Assert that every rank has the same bits, equal to those of one rank up to rounding."""
     for logits, token_ids in ranks:
         np.testing.assert_array_equal(logits, ranks[0][0])
         np.testing.assert_allclose(logits, expected[0], rtol=0, atol=1e-4)

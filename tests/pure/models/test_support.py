@@ -60,7 +60,7 @@ def test_the_matrix_has_every_precision_of_an_export():
 
 
 def test_families_that_ran_on_a_gpu_are_in_the_gpu_tests():
-    """Those of tests/cuda/test_families.py may be marked when they have run."""
+    """The families of tests/cuda/test_families.py may be marked when they have run."""
     ran = {each.model_type for each in support.FAMILIES if each.devices[2] == RUN}
     assert 'parametrize("family", FAMILIES)' in (ROOT / "tests/cuda/test_executor.py").read_text()
     assert "params=ON_GPUS" in (ROOT / "tests/cuda/test_families.py").read_text()

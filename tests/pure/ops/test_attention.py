@@ -63,7 +63,7 @@ def test_paged_attention_matches_reference(isa, batch):
 
 @pytest.mark.parametrize(("dtype", "nan"), [("f32", np.nan), ("bf16", 0x7FC0), ("int8", -1)])
 def test_positions_beyond_a_token_are_never_read(isa, dtype, nan):
-    """A block is handed on as it is: whatever an earlier owner left must not reach the answer."""
+    """A block is handed over without being cleared, so data of an earlier owner must not reach the answer."""
     batch = PagedBatch([0, 13], [11, 1], num_heads=6, dtype=dtype)
     clean, dirty = np.zeros_like(batch.kv_cache), np.full_like(batch.kv_cache, nan)
     for position in range(13):
@@ -75,7 +75,7 @@ def test_positions_beyond_a_token_are_never_read(isa, dtype, nan):
 
 @pytest.mark.parametrize(("dtype", "nan"), [("f32", np.nan), ("bf16", 0x7FC0), ("int8", -1)])
 def test_blocks_behind_a_window_are_never_read(isa, dtype, nan):
-    """They have been freed: whoever has them now may write anything."""
+    """They have been freed, and their current owner may write anything."""
     batch = PagedBatch([45, 30], [9, 1], dtype=dtype, window=10)
     freed = [[0, 1, 2, 3], [0, 1]]  # positions up to 31 and 15
     clean, dirty = batch.kv_cache.copy(), batch.kv_cache.copy()

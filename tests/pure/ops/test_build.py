@@ -23,7 +23,7 @@ def test_sources_compile_without_a_warning():
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 def test_kernels_share_no_code_between_instruction_sets():
-    """A template of the standard library would be linked once, perhaps for instructions a machine lacks."""
+    """A template of the standard library would be linked once, perhaps for instructions that a machine lacks."""
     folder = build.library().parent
     for isa in cpu.available_isas():
         command = ["nm", str(folder / f"{isa}.o")]
@@ -90,14 +90,14 @@ def test_a_folder_in_which_nothing_can_be_built_is_named_by_its_variable(tmp_pat
 
 @pytest.fixture
 def fake_builds(tmp_path, monkeypatch):
-    """A build folder, and builds of empty files that take no time."""
+    """Return a build folder, with builds of empty files that take no time."""
     monkeypatch.setenv("ENGINE_BUILD_DIR", str(tmp_path))
     monkeypatch.setattr(build, "sources", lambda into, isa: {})
     monkeypatch.setattr(build, "_link", lambda folder, objects: (folder / build.KERNELS).touch())
     return tmp_path
 
 
-def test_a_build_clears_away_what_nobody_has_used_for_a_month_and_what_killed_builds_left(fake_builds):
+def test_a_build_removes_builds_unused_for_a_month_and_remains_of_killed_builds(fake_builds):
     now = time.time()
     for name, days in {f"ops-{16 * 'a'}": 31, f"ops-{16 * 'b'}": 29, "ops.partial-old": 1, "ops-mine": 99}.items():
         (fake_builds / name).mkdir()
@@ -109,7 +109,7 @@ def test_a_build_clears_away_what_nobody_has_used_for_a_month_and_what_killed_bu
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """The names of the objects that were compiled, on a machine with AVX2."""
+    """Return the names of the objects that were compiled, on a machine with AVX2."""
     names = []
 
     def run(command):

@@ -19,7 +19,7 @@ def random(*shape, seed=0, scale=1.0):
 
 
 def assert_close(found, expected, tolerance):
-    """Errors are relative to the size of the whole array: single outputs may be near zero."""
+    """Compare with errors relative to the largest value of the array, because single outputs may be near zero."""
     assert found.dtype == expected.dtype and found.shape == expected.shape
     assert np.abs(found - expected).max(initial=0) <= tolerance * (1 + np.abs(expected).max(initial=0))
 
@@ -105,7 +105,7 @@ def test_linear_of_floats_of_eight_bits_matches_reference(isa, groups):
 
 @pytest.mark.parametrize("op", OF_FEW_BITS)
 def test_a_packed_weight_is_the_same_to_the_bit(isa, op):
-    """As executors have it; where it is not, the kernel packs what it reads."""
+    """Executors pack weights; if a weight is not packed, the kernel packs it."""
     ops, name = cpu.load(isa), op.split()[0]
     for rows, width, num_out in [(1, 7, 3), (5, 130, 64), (9, 1030, 150), (2, 2600, 65)]:
         x, bias = random(rows, width), random(num_out, seed=2)
@@ -123,7 +123,7 @@ def packed(ops, rows):
 
 
 def weight_inputs(op, num_out, width):
-    """Codes of all values, scales that differ, zeros or none."""
+    """Return codes of all values, scales that differ, and zeros or none."""
     rng = np.random.default_rng(width)
     if op in ("linear_int8", "linear_a8w8"):
         return rng.integers(-128, 128, (num_out, width), np.int8), rng.random(num_out, np.float32) * 0.02
@@ -141,7 +141,9 @@ def test_bytes_of_activations_are_rounded_to_nearest_even(isa):
 
 
 def test_numbers_of_a_group_are_multiples_of_its_own_step(isa):
-    """A step of 127 to the largest of 64 numbers: one that is small beside those of other groups is not lost."""
+    """A step is a 127th of the largest of 64 numbers, so a number that is small compared with other groups is not
+    lost.
+    """
     ops, x = cpu.load(isa), np.zeros((1, 320), np.float32)
     x[0, [0, 1, 64, 65, 256, 257]] = 127, 0.6, 1.27, 0.006, 3.2512, 0.00016
     for k, expected in [(1, 1), (65, 0.01), (257, 0)]:

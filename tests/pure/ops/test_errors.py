@@ -1,4 +1,4 @@
-"""What the ops answer to arrays that do not fit, and how an instruction set is refused."""
+"""Tests of the errors of ops for arrays that do not fit, and of refused instruction sets."""
 
 import numpy as np
 import pytest

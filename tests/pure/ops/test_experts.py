@@ -62,7 +62,7 @@ def test_experts_match_reference(isa, format, rows, num_experts, top_k, hidden, 
 @pytest.mark.parametrize("format", [format for format in FORMATS if format not in ("linear", "linear_fp8")])
 @pytest.mark.parametrize(("hidden", "inner"), [(70, 33), (130, 96)])
 def test_packed_matrices_of_experts_are_the_same_to_the_bit(isa, format, hidden, inner):
-    """As executors have them, each matrix by itself."""
+    """Executors pack each matrix by itself."""
     ops, num_experts = cpu.load(isa), 5
     ids, factors = chosen(9, num_experts, 3), random(9, 3, seed=4)
     for kind, inputs, num_rows, width, given in (
@@ -97,7 +97,7 @@ def test_rows_of_experts_are_independent(isa, format, num_threads):
     ids, factors = chosen(150, 6, 2), random(150, 2, seed=4)
 
     def experts(columns):
-        """The row of `columns` says which token it is."""
+        """Return the experts' outputs of the tokens in the first column."""
         tokens = columns[:, 0].astype(np.int32)
         own, x = np.ascontiguousarray(ids[tokens]), np.ascontiguousarray(columns[:, 1:])
         h = getattr(ops, op_of("gate_up", format))(x, own, *gate_up, num_experts=6, **SILU)

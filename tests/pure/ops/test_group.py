@@ -99,7 +99,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(num_ranks):
 
 
 def sum_again_and_again(rank):
-    """Ranks that are late by turns; results of one exchange must not show in another."""
+    """Sum repeatedly with ranks that are late in turn. The results of one exchange must not show in another."""
     delays = np.random.default_rng(rank).exponential(2e-4, 300)
     for i, delay in enumerate(delays):
         time.sleep(delay)
@@ -176,7 +176,7 @@ def test_a_host_that_is_lost_ends_the_group_on_two_others():
 
 
 def stay_when_it_ends(rank):
-    """The ranks of a host whose other rank has died, before their own process ends."""
+    """Wait for the end of the group after the other rank of the host has died, before this process ends."""
     cpu.all_reduce(np.zeros((1, 8), np.float32))
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -205,15 +205,15 @@ def test_ranks_that_are_not_at_the_same_op_say_so(num_hosts):
     errors = list(map(str, run_processes(2, bring_something_else, num_hosts=num_hosts)))
     who = "host" if num_hosts == 2 else "rank"
     message = "all_reduce: this rank is at an all_reduce of {} values, {} {} at an all_reduce of {} values"
-    told = [message.format(6, who, 1, 8), message.format(8, who, 0, 6)]
+    reported = [message.format(6, who, 1, 8), message.format(8, who, 0, 6)]
     ends = (
         "has been ended",
         "it was closed",
         "reset by peer",
         "Broken pipe",
     )  # what is heard of one that was faster to raise
-    assert errors[0] == told[0] or errors[1] == told[1]
-    assert all(error in told or error.endswith(ends) for error in errors)
+    assert errors[0] == reported[0] or errors[1] == reported[1]
+    assert all(error in reported or error.endswith(ends) for error in errors)
 
 
 def use_paddle(rank):

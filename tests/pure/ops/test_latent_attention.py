@@ -84,7 +84,7 @@ def test_latent_attention_matches_reference(isa, sizes, dtype):
 @isas
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_latent_attention_is_the_expanded_attention(isa, dtype):
-    """With the products of heads around it, it computes attention with keys and values of each head."""
+    """The op, with the products of heads around it, computes attention with keys and values of each head."""
     batch, rng = LatentBatch([0], [40], dtype=dtype), np.random.default_rng(2)
     ops, w_k = cpu.load(isa), rng.standard_normal((4, 10, 24), np.float32)
     w_v = rng.standard_normal((4, 12, 24), np.float32) / 4

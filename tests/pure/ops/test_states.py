@@ -41,7 +41,7 @@ class Layer:
         self.tables = rng.permutation(num_parts * len(self.counts)).astype(np.int32).reshape(-1, num_parts)
 
     def new_state(self):
-        """What an earlier request has left is no number."""
+        """Return a state of NaN, as an earlier request may have left it."""
         state = np.empty((self.tables.size, *self.shape), self.dtype)
         state.view(np.uint8)[:] = 255
         return state
@@ -64,7 +64,7 @@ class Layer:
 
 
 def recurrence(layer, y):
-    """The gated delta rule of the only request as it is written in papers, in float64."""
+    """Compute the gated delta rule of the only request as it is written in papers, in float64."""
     heads = y.astype(np.float64).reshape(len(y), -1, layer.head_dim)
     group, keys = layer.num_v_heads // layer.num_k_heads, layer.num_k_heads
     q, k = (np.repeat(heads[:, n : n + keys], group, axis=1) for n in (0, keys))

@@ -99,5 +99,5 @@ assert is_right and os.waitpid(child, 0)[1] == 0
 
 
 def test_a_child_of_fork_has_threads_of_its_own():
-    """Those of its parent are not there, and nobody waits for them."""
+    """The threads of its parent do not exist there and are not waited for."""
     subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=60)

@@ -71,7 +71,9 @@ def test_what_root_runs_imports_nothing_from_the_folder_that_the_server_writes_t
 
 
 def test_the_names_of_the_predecessors_documents_exist(instructions):
-    """`docker build -f ./dockerfiles/Dockerfile_serving_cuda124_cudnn9` and /opt/output/download_model.py"""
+    """The names are `docker build -f ./dockerfiles/Dockerfile_serving_cuda124_cudnn9` and
+    /opt/output/download_model.py.
+    """
     alias = ROOT / "dockerfiles/Dockerfile_serving_cuda124_cudnn9"
     assert alias.resolve() == ROOT / "dockerfiles/Dockerfile.cuda"
     linked = "ln --symbolic /opt/llm-server/download_model.py /opt/output/download_model.py"
@@ -80,7 +82,7 @@ def test_the_names_of_the_predecessors_documents_exist(instructions):
 
 
 def test_what_the_server_writes_belongs_to_its_user(instructions):
-    """A named volume takes the owner of the folder it covers; without the folder it is root's."""
+    """A named volume takes the owner of the folder that it covers; without the folder it belongs to root."""
     [made] = [line for line in instructions("RUN") if "install --directory" in line]
     folders = re.split(r"install --directory --owner=\w+ --group=\w+ ", made)[1].split()
     assert {Config().model_dir, "/home/llm/.cache"} <= set(folders)

@@ -46,7 +46,7 @@ def text_of(name):
 
 
 def table(name, first):
-    """The rows, as lists of cells, of the page's one table whose head begins with `first`."""
+    """Return the rows, as lists of cells, of the only table of the page whose head begins with `first`."""
     [rows] = re.findall(rf"^\| {re.escape(first)} \|.*\n\|[ |-]+\n((?:\|.*\n)+)", text_of(name), re.M)
     return [[cell.strip() for cell in row[1:-1].split("|")] for row in rows.splitlines()]
 
@@ -79,7 +79,7 @@ def test_every_tracked_top_level_entry_is_in_the_tree():
 
 
 def test_the_readme_is_a_front_door():
-    """A stranger reads it to the end, and needs to know no other server."""
+    """A newcomer can read it to the end and needs to know no other server."""
     readme = text_of("README.md")
     assert len(readme.splitlines()) < 245
     assert re.findall(r"predecessor|PaddleNLP|FastDeploy|\bFD_", readme) == []
@@ -110,7 +110,7 @@ def test_the_readme_links_every_page():
 
 @pages
 def test_every_path_that_is_named_exists(page):
-    """Of this repository: a file with a known ending, or something in one of its folders."""
+    """Paths of this repository are files with a known ending, or anything in one of its folders."""
     tops = "engine|gateway|server_scripts|tests|benchmarks|docs|dockerfiles|demo_model|model_repository"
     named = re.compile(rf"(?:{tops})/[\w./-]+|[\w/]+\.py")
     paths = {word for word in code_words(page.read_text()) if named.fullmatch(word)}
@@ -175,7 +175,7 @@ def test_the_page_for_migrating_is_the_codes():
 
 
 def plain_names(cell):
-    """Without the aliases."""
+    """Return the names in a cell without their aliases."""
     return code_words(cell.partition("(")[0])
 
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 LANGUAGES = {"", "bash", "python", "json", "ini", "promql", "tree"}
-# Programs that are not of this repository, which its readers are told to call.
+# Programs that are not of this repository, which the documentation tells readers to call.
 OTHER_PROGRAMS = {
     "cd",
     "curl",
@@ -29,13 +29,13 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def blocks(page, language):
-    """The texts of a page's fenced blocks of one language."""
+    """Return the texts of the fenced blocks of one language."""
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.S | re.M)
     return [text for name, text in fenced if name == language]
 
 
 def commands(text):
-    """The words of each command of a shell block, without comments and variables that are set before it."""
+    """Return the words of each command of a shell block, without comments and leading variables."""
     lines = text.replace("\\\n", " ").splitlines()
     for line in lines:
         words = shlex.split(line, comments=True)
@@ -50,7 +50,7 @@ def commands(text):
 
 @pages
 def test_every_block_has_a_known_language(page):
-    """The closing fence of a block has none either, so every second fence is looked at."""
+    """The closing fence of a block has no language either, so every second fence is checked."""
     fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
     assert len(fences) % 2 == 0
     assert set(fences[::2]) <= LANGUAGES

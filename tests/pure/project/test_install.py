@@ -1,4 +1,4 @@
-"""What `make install` rests on: pinned packages for every Python, and clear words where something is missing."""
+"""Tests of the basis of `make install`: pinned packages for every Python, and clear errors if something is missing."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def test_every_requirement_is_pinned_and_has_a_reason(name):
 
 
 def test_what_is_installed_is_pinned_down_to_the_last_package():
-    """And to the versions that requirements*.txt name, also after one of these was changed."""
+    """The versions are those of requirements*.txt, also after one of these files was changed."""
     locked = set(re.findall(r"^([\w-]+==[\w.]+)", (ROOT / "constraints.txt").read_text(), re.M))
     for name in ("requirements.txt", "requirements-test.txt", "requirements-docs.txt"):
         for line in (ROOT / name).read_text().splitlines():

@@ -28,7 +28,7 @@ def name_of(row):
 
 
 def started(typed):
-    """The environment after a start: `NAME=value ... --option ... model`, as in a shell."""
+    """Return the environment after a start with `NAME=value ... --option ... model`, as typed in a shell."""
     words = shlex.split(typed)
     num_variables = next((i for i, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words))
     environ = dict(word.split("=", 1) for word in words[:num_variables])

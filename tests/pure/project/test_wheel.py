@@ -20,7 +20,7 @@ NOT_IN_THE_WHEEL = {"server_scripts/start_server", "server_scripts/stop_server",
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of a copy of the tracked files: setuptools writes into the folder that it builds from."""
+    """Return the wheel of a copy of the tracked files, because setuptools writes to the folder that it builds from."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in listed.stdout.splitlines():

@@ -61,14 +61,16 @@ def test_an_engine_that_has_computed_tokens_since_its_start_is_started_again_at_
 
 @pytest.fixture
 def crash(tmp_path):
-    """Ends an engine that was computing a request alone; returns the crashes that count."""
+    """Return a function that ends an engine which was computing a single request, and returns the crashes that
+    count.
+    """
     suspect, progress = tmp_path / "suspect", tmp_path / "progress"
     files = {"progress_file": progress, "suspect_file": suspect}
     child = Child(ChildSpec("engine", ["true"], {}, tmp_path / "log", max_crashes=3, **files))
 
     def crash(name=None, has_progressed=False):
         child.start()
-        assert not suspect.exists()  # it was told of the process before
+        assert not suspect.exists()  # the process was announced before
         if name:
             suspect.write_text(name)
         if has_progressed:

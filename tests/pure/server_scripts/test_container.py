@@ -15,7 +15,9 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, as the fir
 
 
 def contained(folder, *command, **popen):
-    """The first process, with folders of its own, and with root's rights only where the test has them."""
+    """Run the first process of a container, with folders of its own, and with root's rights only if the test has
+    them.
+    """
     env = {"PATH": os.environ["PATH"], "HOME": str(folder / "home"), "FD_LOG_DIR": str(folder / "home/log")}
     env |= {"MODEL_DIR": str(folder / "models"), "RUN_DIR": str(folder / "run")}
     first = [sys.executable, "-I", "-m", "server_scripts.container", *command]
@@ -24,7 +26,7 @@ def contained(folder, *command, **popen):
 
 
 def outcome_of(folder, *command, given=None):
-    """Its exit status, and what it wrote."""
+    """Return the exit status, and what was written."""
     with contained(folder, *command, stdin=subprocess.PIPE) as process:
         said = process.communicate(given)[0]
     return process.returncode, said
@@ -50,7 +52,7 @@ def test_the_command_has_the_input_and_the_signals_of_a_shell(folder):
     assert outcome_of(folder, "cat", given="through\n") == (0, "through\n")
     command = ["sh", "-c", "grep -E '^Sig(Ign|Blk)' /proc/self/status"]
     directly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert outcome_of(folder, *command) == (0, directly)  # whoever runs the tests may ignore or block some
+    assert outcome_of(folder, *command) == (0, directly)  # the process that runs the tests may ignore or block some
 
 
 @needs_root
@@ -98,18 +100,18 @@ def test_a_link_in_place_of_a_folder_is_not_followed(folder, capsys):
 
 
 def test_a_sigterm_stops_a_server_and_then_the_command(folder):
-    command = "echo started; trap 'echo told to end; exit 3' TERM; while :; do read -r line; done"
+    command = "echo started; trap 'echo asked to end; exit 3' TERM; while :; do read -r line; done"
     with contained(folder, "bash", "-c", command, stdin=subprocess.PIPE) as process:
         assert process.stdout.readline() == "started\n"
         process.send_signal(signal.SIGINT)  # of a terminal, which the command has got as well
         process.send_signal(signal.SIGTERM)
         said = process.stdout.read().splitlines()
     assert "stop_server: no server was running" in said
-    assert (said[-1], process.returncode) == ("told to end", 3)
+    assert (said[-1], process.returncode) == ("asked to end", 3)
 
 
 def test_processes_that_have_lost_their_parent_are_reaped(folder):
-    """A container has no other process for that: as the first of a namespace it inherits them."""
+    """A container has no other process for that: the first process of a namespace inherits them."""
     unshare = ["unshare", "--pid", "--fork", "--mount-proc"] + ["--map-root-user"] * (os.getuid() != 0)
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("needs a process namespace")

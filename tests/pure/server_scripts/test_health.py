@@ -1,4 +1,6 @@
-"""What the server's answers mean: who counts as healthy, and who has to be ended. Answers and times are made up."""
+"""Tests of the interpretation of the server's answers: which process counts as healthy, and which has to be ended.
+Answers and times are made up.
+"""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ OLD_NAMES = {name for f in SETTINGS.values() for name in f.metadata["setting"].o
 
 
 def parsed(*arguments, **environ):
-    """The environment and what is no setting."""
+    """Return the environment and the arguments that are no settings."""
     parser = OptionParser("start_server", "")
     parser.add_argument("model_name", nargs="?")
     return environ, parser.parse_into(environ, arguments)
@@ -184,7 +184,7 @@ def test_the_command_shows_the_common_ones_and_names_a_wrong_value():
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_a_shell_completes_the_options_of_every_command_and_what_they_take(shell, capsys, monkeypatch):
-    """As bash itself says; zsh takes bash's way, and what it runs first is left out here."""
+    """bash itself is asked; zsh uses the completion of bash, and its initialization is left out here."""
     monkeypatch.setattr(sys, "argv", ["", "--completion", shell])
     for main in (start.main, stop.main, run_batch.main):
         with pytest.raises(SystemExit) as ended:
@@ -208,5 +208,5 @@ def test_a_shell_completes_the_options_of_every_command_and_what_they_take(shell
         typed.append(f"COMP_WORDS=({' '.join(words)} '{word}'); COMP_CWORD={len(words)}; _llm_{words[0]}")
     calls = "\n".join(f'{each}; echo "${{COMPREPLY[@]}}"' for each in typed)
     ask = ["bash", "-c", f"{scripts.replace(first, '')}\n{calls}"]
-    told = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert [set(line.split()) for line in told.splitlines()] == [*asked.values()]
+    reported = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [set(line.split()) for line in reported.splitlines()] == [*asked.values()]

@@ -1,4 +1,4 @@
-"""Ports: which are taken, by whom, and what the operator is told."""
+"""Tests of ports: which are taken, by which process, and the error that the operator gets."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ def taken():
 
 
 def a_config(**fields):
-    """Of free ports, except those that are given."""
+    """Return a config of free ports, except those that are given."""
     names = ("health_http_port", "service_grpc_port", "metrics_http_port")
     numbers = dict(zip(names, free_ports(len(names)), strict=True))
     return Config(**{**numbers, "service_http_port": -1, "service_host": "127.0.0.1", **fields})
@@ -76,5 +76,5 @@ def test_an_address_with_colons_stands_in_brackets_before_its_port(host, written
     assert in_url(host) == written
 
 
-def test_the_owner_of_a_free_port_is_nobody():
+def test_a_free_port_has_no_owner():
     assert ports.owner_of(1) == ""

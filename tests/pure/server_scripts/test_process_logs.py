@@ -141,7 +141,7 @@ def test_the_report_of_a_start_moves_no_terminal():
     assert [line.lstrip() for line in lines] == ["[   0.0 s] failed: tensor \\x1b[31m", "second\\u2028line"]
 
 
-def test_joiners_and_wide_spaces_are_told_as_they_are():
+def test_joiners_and_wide_spaces_are_printed_as_they_are():
     """Persian and emoji are written with the one, Chinese with the other."""
     text = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f469\u200d\U0001f4bb \u4f60\u3000\u597d 1\u202f000"
     assert printable(text) == text

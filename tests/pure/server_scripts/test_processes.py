@@ -36,7 +36,7 @@ def test_the_api_key_is_in_the_environment_of_the_gateway_alone_and_on_no_comman
     assert {name for name, spec in specs.items() if "s3cret" in spec.env.values()} == {"gateway-0"}
 
 
-def test_the_token_of_the_hub_is_in_nobodys_environment(tmp_path, monkeypatch):
+def test_the_hub_token_is_in_no_environment(tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.setenv(name, "s3cret")
     assert not any("s3cret" in spec.env.values() for spec in all_specs(tmp_path, monkeypatch, Config()).values())

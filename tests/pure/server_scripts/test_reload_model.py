@@ -1,4 +1,4 @@
-"""The model is changed under a server that runs on, with fake children: what they are told, and what becomes of it."""
+"""Tests of reloading the model of a running server, with fake children: the commands that they get, and the result."""
 
 import json
 import os
@@ -24,7 +24,7 @@ BUSY = {"state": {**READY["state"], "num_open": 1}}
 
 
 def want(server, engine="good", who="me"):
-    """Asks for a model whose engine does this."""
+    """Ask for a model whose engine behaves as `engine` says."""
     server.run_dir.write(
         REQUEST_FILE, json.dumps(asdict(ReloadRequest(who, engine, f"a {engine} model", "its fingerprint")))
     )
@@ -125,7 +125,7 @@ def test_a_stop_in_the_middle_ends_all_and_tells_who_waits(tmp_path, phase):
         assert not (server.run_dir.path / SERVED_FILE).exists()
 
 
-def test_who_waits_for_a_server_that_has_died_is_told(tmp_path):
+def test_waiting_for_a_server_that_has_died_fails(tmp_path):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
         dead = Process("supervisor", server.process.pid, 1)
@@ -152,7 +152,7 @@ def test_no_model_can_be_changed_where_no_server_is_ready(tmp_path):
         running(run_dir, Config())
 
 
-def test_the_model_alone_may_differ_and_no_secret_is_told(tmp_path):
+def test_only_the_model_may_differ_and_no_secret_is_printed(tmp_path):
     run_dir = a_run_dir(tmp_path)
     run_dir.write_state(a_state())
     assert running(run_dir, Config(model_dir="another", served_model_name="b", api_key="s3cret")) == a_state()

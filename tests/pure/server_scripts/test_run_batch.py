@@ -46,7 +46,7 @@ class Files:
         return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
     def run(self, url, *more, **environ):
-        """Status, and what it says."""
+        """Run the command and return its status and output."""
         process = self.start(url, *more, **environ)
         _, said = process.communicate(timeout=60)
         return process.returncode, said
@@ -59,7 +59,7 @@ def files(tmp_path):
 
 @pytest.fixture
 def refused(files, monkeypatch, capsys):
-    """What the command says to a wrong call, which it refuses with status 2, in this process."""
+    """Return a function that runs a wrong call in this process and returns its message; the status must be 2."""
 
     def refused(url, **environ):
         monkeypatch.setattr(sys, "argv", ["run_batch", str(files.input), str(files.output), "--url", url])
@@ -131,7 +131,7 @@ def test_it_goes_on_after_an_interruption_and_asks_nothing_twice(files):
     assert len(backend.bodies) == len(asked)
 
 
-def test_who_is_told_to_come_back_later_does(files, monkeypatch):
+def test_a_client_retries_after_the_time_that_it_got(files, monkeypatch):
     files.write(a_request("a"), a_request("b"))
     backend = FakeBackend("a")
     backend.scripts = [(Overloaded("full"),), (InvalidRequest("no"),)]

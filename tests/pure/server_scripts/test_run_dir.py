@@ -100,7 +100,7 @@ def test_a_process_is_known_while_it_lives(sleeper):
 
 
 def test_a_process_name_that_is_cut_within_a_character_is_read(tmp_path):
-    """The kernel keeps 15 bytes of a name; anybody's process may have such a one."""
+    """The kernel keeps 15 bytes of a name, and any process may have such a name."""
     program = tmp_path / ("\u0430" * 8)
     program.symlink_to(shutil.which("sleep"))
     with subprocess.Popen([program, "600"]) as process:

@@ -53,7 +53,9 @@ class FakeChild:
 
 
 class FakeServer:
-    """As much of a Supervisor as a shutdown needs. `notes`: what happened, and after how many seconds."""
+    """The part of a Supervisor that a shutdown needs. `notes` has the events, and after how many seconds they
+    happened.
+    """
 
     def __init__(self, clock, takes_s, phase="ready", busy_s=0.0, dies_after=0.0, otlp_endpoint=""):  # noqa: PLR0913
         self.clock = clock
@@ -89,7 +91,7 @@ class FakeServer:
 
 @pytest.fixture
 def stop(monkeypatch):
-    """Shuts down a server whose children end so many seconds after they were asked to."""
+    """Shut down a server whose children end a given number of seconds after they were asked to."""
     clock = Clock()
     monkeypatch.setattr(shutdown, "time", clock)
     monkeypatch.setattr(shutdown, "Process", SimpleNamespace(of=lambda name, pid: None))
@@ -131,7 +133,9 @@ def test_with_tracing_tritonserver_unloads_the_model_which_sends_its_last_spans(
 
 
 def test_readiness_turns_off_before_anything_is_refused(stop):
-    """What is announced is when requests are refused from; the model is not ready from the moment it is announced."""
+    """The announcement says when requests will be refused; the model is not ready from the moment of the
+    announcement.
+    """
     notes = stop()
     assert notes["announced"] == DELAY_S
     assert notes["gateway-0 asked"] == pytest.approx(DELAY_S, abs=0.1)

@@ -76,10 +76,10 @@ def test_what_a_library_prints_during_an_export_is_no_step(server, tmp_path, mon
     (tmp_path / "noisy.py").write_text("print('step one'); print(); print('word'); print('result /graph')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("server_scripts.model_source.EXPORTER", "noisy")
-    told = []
+    reported = []
     config = Config(log_dir=str(tmp_path), export_cache_dir=str(tmp_path))
-    assert export_if_needed(config, ModelSource(tmp_path, "m"), told.append) == Path("/graph")
-    assert told == ["one"]
+    assert export_if_needed(config, ModelSource(tmp_path, "m"), reported.append) == Path("/graph")
+    assert reported == ["one"]
 
 
 @pytest.mark.parametrize(("variable", "status"), [("RUN_DIR", 2), ("FD_LOG_DIR", 2), ("EXPORT_CACHE_DIR", 2)])
@@ -89,13 +89,13 @@ def test_a_folder_that_cannot_be_made_is_named_by_its_variable(server, tmp_path,
     server.env["MODEL_DIR"] = str(ROOT / "demo_model")
     done = server.command("start_server")
     assert done.returncode == status
-    told = done.stdout + done.stderr
-    assert f"{variable}: the folder {tmp_path}/file" in told or f"{variable} is '{tmp_path}/file/a/b'" in told
-    assert "Not a directory" in told
+    reported = done.stdout + done.stderr
+    assert f"{variable}: the folder {tmp_path}/file" in reported or f"{variable} is '{tmp_path}/file/a/b'" in reported
+    assert "Not a directory" in reported
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_by_its_variable(checkpoint, tmp_path, monkeypatch):
-    """In /proc not even root makes anything."""
+    """Even root cannot create files in /proc."""
     with pytest.raises(ConfigError, match="EXPORT_CACHE_DIR is '/proc': .* '/proc/"):
         model_source.export(checkpoint("qwen2"), Path("/proc"))
     into = "fetching a/b into MODEL_DIR, which is '/proc': .* '/proc/a.*; set MODEL_DIR to another folder"

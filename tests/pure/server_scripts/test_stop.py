@@ -115,7 +115,7 @@ def test_a_second_stop_waits_as_the_first_does_and_lets_requests_end(tmp_path):
 
 
 def test_stop_finds_a_start_that_has_only_just_begun(tmp_path):
-    """It has the lock, but has not said yet which process it is."""
+    """It has the lock, but has not published its process id yet."""
     run_dir = RunDir(tmp_path / "run")
     lock = run_dir.lock()
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], pass_fds=[lock]) as start:

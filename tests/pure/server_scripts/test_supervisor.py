@@ -125,7 +125,9 @@ def test_a_helper_of_tritonserver_that_dies_before_the_model_answers_again_resta
 
 
 def test_a_tritonserver_that_was_restarted_is_asked_at_once_whether_it_answers(tmp_path):
-    """Else one that ends again soon counts as one that has never answered, whose restart waits."""
+    """Otherwise one that ends again soon would count as one that has never answered, and its restart would be
+    delayed.
+    """
     with fake_server(tmp_path, ALL, ask_every_s=TIMEOUT_S) as server:
         server.wait_until_ready()
         num_asked = server.num_asked
@@ -157,7 +159,7 @@ def test_a_silent_model_restarts_tritonserver(tmp_path):
 
 @pytest.mark.parametrize("name", ["gateway-0", "tritonserver helper", "engine helper"])
 def test_what_is_stopped_for_too_long_is_started_anew(tmp_path, name):
-    """Ranks are the engine's helpers."""
+    """Ranks are helper processes of the engine."""
     with fake_server(tmp_path, ALL | {"engine": "with helper"}, mp_num=2) as server:
         server.wait_until_ready()
         server.wait_until(lambda: server.pid_now(name))
@@ -270,7 +272,7 @@ def test_a_server_survives_a_run_directory_and_a_log_folder_that_disappear(tmp_p
 
 
 def test_a_server_that_cannot_say_that_it_is_ready_fails_its_start(tmp_path):
-    """As on a full disk; start_server would wait for its end otherwise."""
+    """This happens on a full disk; start_server would otherwise wait for the end of the server."""
     with fake_server(tmp_path, ALL, answers={}) as server:
         server.wait_until(lambda: {"engine started", "tritonserver started"} <= set(server.notes))
         partial = tmp_path / "run" / "state.json.partial"

@@ -1,4 +1,6 @@
-"""Which tritonserver is taken and how it is started, on folders that look like an image's and like the wheel's."""
+"""Tests of which tritonserver is used and how it is started, on folders that look like an image's and like the
+wheel's.
+"""
 
 import importlib.util
 import os
@@ -16,7 +18,7 @@ from server_scripts.run_dir import RunDir
 
 @pytest.fixture
 def image(tmp_path, monkeypatch):
-    """A tritonserver on the PATH, whose Python backend is for this Python."""
+    """Put a tritonserver on the PATH whose Python backend is for this Python."""
     binary = tmp_path / "image" / "bin" / "tritonserver"
     binary.parent.mkdir(parents=True)
     binary.write_text("#!/bin/sh\n")

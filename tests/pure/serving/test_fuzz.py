@@ -71,7 +71,7 @@ def test_json_of_any_depth_may_be_a_request(ask, place):
 
 
 def test_an_open_request_may_be_asked_for_again_at_any_depth(ask):
-    """What is compared then is as deep as it can be read."""
+    """The fields that are compared are as deep as they can be parsed."""
     for depth in range(900, 1000, 2):
         fields = b'[{"req_id":"deep-%d","text":"x","resume_from":0,"chat_template_kwargs":{"a":%s}}]'
         check(ask(fields % (depth, deep(depth))))

@@ -1,4 +1,6 @@
-"""From a checked request to tokens and sampling, within the limits of model and server."""
+"""Tests of the conversion of a checked request to tokens and sampling parameters, within the limits of model and
+server.
+"""
 
 import json
 import re
@@ -324,7 +326,7 @@ def test_every_field_reaches_the_sampler(processor):
     assert (sampling.logit_bias, sampling.num_logprobs) == (((4, 2.0),), 3)
 
 
-def test_how_long_a_model_may_think_is_a_form(tmp_path):
+def test_a_limit_of_reasoning_tokens_is_a_grammar(tmp_path):
     write_tokenizer(tmp_path)
     fields = json.loads((tmp_path / "tokenizer.json").read_text())
     added = fields["added_tokens"]
@@ -333,19 +335,26 @@ def test_how_long_a_model_may_think_is_a_form(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
     knowing = an_input_processor(Tokenizer.load(tmp_path), VOCAB_SIZE, grammar_builder=GrammarBuilder(reasoning="may"))
 
-    def form_of(processor, **fields):
+    def structured_output_of(processor, **fields):
         return sampling_of(processor, **{"text": "hi", "reasoning_max_tokens": 7, **fields}).structured_output
 
-    field, form = form_of(knowing)
+    field, structured_output = structured_output_of(knowing)
     begin, end = marks.values()
-    assert (field, f"<[^{begin}]> rest" in form, f"{end}]>{{0,7}}" in form) == (field, True, True)
+    assert (field, f"<[^{begin}]> rest" in structured_output, f"{end}]>{{0,7}}" in structured_output) == (
+        field,
+        True,
+        True,
+    )
     assert field == "reasoning_max_tokens"
-    assert "start: thought rest" in form_of(replace(knowing, grammar_builder=GrammarBuilder(reasoning="does")))[1]
-    assert "start: thought rest" in form_of(knowing, text=None, input_ids=[1, begin])[1]
-    assert form_of(knowing, text=None, input_ids=[1, begin, end]) == ()  # the template has left it out
-    assert form_of(knowing, apply_chat_template=False) == ()
-    field, form = form_of(knowing, guided_regex="a")
-    assert (field, "{0,7}" in form, "lazy" in form) == ("guided_regex", True, False)
+    assert (
+        "start: thought rest"
+        in structured_output_of(replace(knowing, grammar_builder=GrammarBuilder(reasoning="does")))[1]
+    )
+    assert "start: thought rest" in structured_output_of(knowing, text=None, input_ids=[1, begin])[1]
+    assert structured_output_of(knowing, text=None, input_ids=[1, begin, end]) == ()  # the template has left it out
+    assert structured_output_of(knowing, apply_chat_template=False) == ()
+    field, structured_output = structured_output_of(knowing, guided_regex="a")
+    assert (field, "{0,7}" in structured_output, "lazy" in structured_output) == ("guided_regex", True, False)
     unknowing = an_input_processor(Tokenizer.load(tmp_path), VOCAB_SIZE)
     assert "REASONING_PARSER" in str(refusal(unknowing, text="hi", reasoning_max_tokens=7))
 

@@ -1,4 +1,4 @@
-"""Which adapters a server has: what of PEFT's files is refused, LORA_MODULES, loading and unloading."""
+"""Tests of the adapters of a server: PEFT files that are refused, LORA_MODULES, loading and unloading."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tests.lora_adapters import make_adapter
 from tests.patience import PATIENCE_S
 from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, an_input_processor
 
-NOBODY = Owner()
+NO_OWNER = Owner()
 A = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
 
 
@@ -34,7 +34,7 @@ def good(tmp_path_factory, checkpoint):
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    """A folder with the config.json of a graph, which is all that is read of it."""
+    """Return a folder with the config.json of a graph, which is all that is read of it."""
     return checkpoint("qwen2")
 
 
@@ -113,7 +113,7 @@ def test_files_that_are_cut_off_or_missing_are_refused(good, model, tmp_path):
     [(np.nan, 8, None), (-np.inf, 8, None), (8, 3e38, None), (60000, 8, "float16"), (np.nan, 8, "bfloat16")],
 )
 def test_what_would_make_every_answer_no_number_is_refused(good, model, tmp_path, case):
-    """Also where the model's type has no such number once the weights are scaled."""
+    """This includes weights that the type of the model cannot represent once they are scaled."""
     value, alpha, dtype = case
     model = shutil.copytree(model, tmp_path / "model")
     keys = json.loads((model / "config.json").read_text())
@@ -205,11 +205,11 @@ def folder(good, tmp_path):
     return folder
 
 
-def load(names, name, path, owner=NOBODY):
+def load(names, name, path, owner=NO_OWNER):
     return names.answer({"load_lora_adapter": {"lora_name": name, "lora_path": str(path)}}, owner)
 
 
-def unload(names, name, owner=NOBODY):
+def unload(names, name, owner=NO_OWNER):
     return names.answer({"unload_lora_adapter": {"lora_name": name}}, owner)
 
 
@@ -285,7 +285,7 @@ def test_nothing_outside_of_the_folder_is_looked_at(model, folder, path):
     assert names.names() == []
 
 
-def test_only_a_setting_and_nobody_with_a_key_of_a_name_lets_adapters_be_changed(model, folder):
+def test_adapters_may_be_changed_only_with_a_setting_and_not_with_a_named_api_key(model, folder):
     names = LoraRegistry(Config(lora_modules=f"one={folder / 'a'}"), model)
     for ask in (lambda: load(names, "x", folder / "a"), lambda: unload(names, "one")):
         with pytest.raises(InvalidRequest, match="LORA_DIR is not set"):
@@ -303,7 +303,7 @@ def test_the_next_process_of_the_server_has_what_the_last_one_had(model, folder,
     names = LoraRegistry.of_server(config)
     load(names, "two", "a")
     unload(names, "one")
-    shutil.rmtree(folder / "a")  # the names stay as they are; requests will be told
+    shutil.rmtree(folder / "a")  # the names stay as they are; requests get the error
     assert LoraRegistry.of_server(config).find("two") == names.find("two")
     with pytest.raises(AdapterError, match="cannot be read"):  # another model begins with the settings
         LoraRegistry.of_server(Config(**{**vars(config), "graph_dir": str(exported("qwen2"))}))
@@ -313,7 +313,7 @@ def test_the_next_process_of_the_server_has_what_the_last_one_had(model, folder,
 
 
 def test_prompts_offline_may_have_adapters(folder, exported):
-    """Of one, and of none, in the same batch."""
+    """Prompts with and without an adapter are in the same batch."""
     llm = LLM(exported("qwen2", block_size=16), lora_modules="one=a", lora_dir=str(folder), block_bs=2.0)
     try:
         prompt, options = {"input_ids": list(range(20))}, {"max_dec_len": 12, "temperature": 0, "ignore_eos": True}

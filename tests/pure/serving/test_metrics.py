@@ -1,4 +1,4 @@
-"""The metric families and how they are told to Triton."""
+"""Tests of the metric families and how they are reported to Triton."""
 
 import itertools
 from types import SimpleNamespace
@@ -33,23 +33,27 @@ def service():
 
 @pytest.fixture
 def thread(service, monkeypatch):
-    """It tells when the test says so: `thread.update()`."""
+    """Return the thread, which updates when the test calls `thread.update()`."""
     monkeypatch.setattr(metrics, "UPDATE_INTERVAL_S", 1000)
     thread = MetricsThread(service, 50, fake_triton.as_module())
     yield thread
     thread.close()
 
 
-def told(family, **labels):
+def value_of(family, **labels):
     return fake_triton.MetricFamily.made[family].metrics[tuple(labels.items())].value
 
 
-def test_the_state_of_the_engine_is_told(thread):
+def test_the_state_of_the_engine_is_reported(thread):
     thread.update()
-    assert (told("llm_requests_running"), told("llm_requests_waiting"), told("llm_requests_open")) == (3, 2, 5)
-    assert (told("llm_kv_blocks"), told("llm_kv_blocks_held")) == (8, 6)
-    assert (told("llm_generated_tokens_total"), told("llm_preemptions_total")) == (100, 1)
-    assert told("llm_engine_restarts_total") == 1
+    assert (value_of("llm_requests_running"), value_of("llm_requests_waiting"), value_of("llm_requests_open")) == (
+        3,
+        2,
+        5,
+    )
+    assert (value_of("llm_kv_blocks"), value_of("llm_kv_blocks_held")) == (8, 6)
+    assert (value_of("llm_generated_tokens_total"), value_of("llm_preemptions_total")) == (100, 1)
+    assert value_of("llm_engine_restarts_total") == 1
 
 
 def test_the_predecessors_family_has_its_five_members(thread):
@@ -67,7 +71,7 @@ def test_the_predecessors_family_has_its_five_members(thread):
 def test_triton_finds_what_it_needs_to_answer_orca(thread):
     thread.update()
     name = "nv_trt_llm_kv_cache_block_metrics"
-    assert [told(name, kv_cache_block_type=kind) for kind in ("used", "max", "tokens_per")] == [6, 8, 64]
+    assert [value_of(name, kv_cache_block_type=kind) for kind in ("used", "max", "tokens_per")] == [6, 8, 64]
 
 
 def test_counters_rise_by_what_is_new_also_after_a_restart_of_the_engine(thread, service):
@@ -76,14 +80,14 @@ def test_counters_rise_by_what_is_new_also_after_a_restart_of_the_engine(thread,
         service.client.stats["num_generated_tokens"] = value
         thread.update()
         expected += rise
-        assert told("llm_generated_tokens_total") == expected
+        assert value_of("llm_generated_tokens_total") == expected
 
 
-def test_gauges_rise_and_fall_and_what_has_not_changed_is_not_told_again(thread, service):
+def test_gauges_rise_and_fall_and_unchanged_values_are_not_reported_again(thread, service):
     for value in (3, 0, 0, 4):
         service.client.stats["num_running"] = value
         thread.update()
-        assert told("llm_requests_running") == value
+        assert value_of("llm_requests_running") == value
     assert fake_triton.MetricFamily.made["llm_requests_running"].metrics[()].calls == 3
     assert fake_triton.MetricFamily.made["llm_kv_blocks"].metrics[()].calls == 1
 
@@ -94,44 +98,44 @@ def test_before_the_engine_answers_everything_is_there_and_zero(service):
     assert values["llm_requests_running", ()] == 0
     assert values["inference_server_metrics", (("available_resource", "available_resource"),)] == 0
     assert values["llm_requests_ended_total", (("reason", "cancelled"),)] == 0
-    assert len(values) == len(list(samples(service, 50))), "a value is told twice"
+    assert len(values) == len(list(samples(service, 50))), "a value is reported twice"
 
 
 def test_ends_are_counted_by_their_reason(thread, service):
     for reason in ("stop", "stop", "cancelled", "prompt_too_long"):
         service.latency.record_end(RequestRecord(reason, 0.2))
     thread.update()
-    assert told("llm_requests_ended_total", reason="stop") == 2
-    assert told("llm_requests_ended_total", reason="cancelled") == 1
-    assert told("llm_requests_ended_total", reason="prompt_too_long") == 1
-    assert told("llm_requests_ended_total", reason="length") == 0
-    assert told("llm_request_seconds_count") == 4
+    assert value_of("llm_requests_ended_total", reason="stop") == 2
+    assert value_of("llm_requests_ended_total", reason="cancelled") == 1
+    assert value_of("llm_requests_ended_total", reason="prompt_too_long") == 1
+    assert value_of("llm_requests_ended_total", reason="length") == 0
+    assert value_of("llm_request_seconds_count") == 4
 
 
-def test_what_a_key_has_used_is_told_by_its_name_and_nobodys_is_not(thread, service):
+def test_the_usage_of_an_api_key_is_reported_by_its_name_and_that_of_other_requests_is_not(thread, service):
     for name in ("", "alice"):
         usage = service.rate_limiter.usage_of(Owner(name))
         usage.admit(Owner(name))
         usage.charge(7, 0)
         usage.charge(0, 3)
     thread.update()
-    assert told("llm_key_requests_open", key="alice") == told("llm_key_requests_total", key="alice") == 1
-    assert told("llm_key_prompt_tokens_total", key="alice") == 7
-    assert told("llm_key_generated_tokens_total", key="alice") == 3
-    assert told("llm_key_refused_total", key="alice") == 0
+    assert value_of("llm_key_requests_open", key="alice") == value_of("llm_key_requests_total", key="alice") == 1
+    assert value_of("llm_key_prompt_tokens_total", key="alice") == 7
+    assert value_of("llm_key_generated_tokens_total", key="alice") == 3
+    assert value_of("llm_key_refused_total", key="alice") == 0
     assert len(fake_triton.MetricFamily.made["llm_key_requests_open"].metrics) == 1
 
 
-def test_histograms_are_told_as_prometheus_has_them(thread, service):
+def test_histograms_are_reported_in_prometheus_format(thread, service):
     for seconds in (0.001, 0.2, 0.25, 1000):
         service.latency.record_end(RequestRecord("stop", seconds))
     thread.update()
-    assert told("llm_request_seconds_bucket", le="0.001") == 1
-    assert told("llm_request_seconds_bucket", le="0.1") == 1
-    assert told("llm_request_seconds_bucket", le="0.25") == 3
-    assert told("llm_request_seconds_bucket", le="300.0") == 3
-    assert told("llm_request_seconds_bucket", le="+Inf") == told("llm_request_seconds_count") == 4
-    assert told("llm_request_seconds_sum") == pytest.approx(1000.451)
+    assert value_of("llm_request_seconds_bucket", le="0.001") == 1
+    assert value_of("llm_request_seconds_bucket", le="0.1") == 1
+    assert value_of("llm_request_seconds_bucket", le="0.25") == 3
+    assert value_of("llm_request_seconds_bucket", le="300.0") == 3
+    assert value_of("llm_request_seconds_bucket", le="+Inf") == value_of("llm_request_seconds_count") == 4
+    assert value_of("llm_request_seconds_sum") == pytest.approx(1000.451)
 
 
 def test_the_first_token_is_timed_from_the_request_and_the_others_from_their_forerunner():
@@ -165,7 +169,7 @@ def test_the_thread_tells_by_itself_and_survives_a_triton_without_metrics(servic
 # --- by vLLM's names ---
 
 
-def test_vllms_names_are_told_of_the_model_where_they_are_wanted(service):
+def test_metrics_have_vllms_names_if_the_setting_says_so(service):
     assert not [each for each in samples(service, 50) if each.family.startswith("vllm:")]
     service.vllm_model_name = lambda: "org/model"
     for ended in (
@@ -176,7 +180,7 @@ def test_vllms_names_are_told_of_the_model_where_they_are_wanted(service):
     ):
         service.latency.record_end(ended)
     service.latency.record_tokens(3, 0.2, is_first=True)
-    told = as_text(samples(service, 50))
+    text = as_text(samples(service, 50))
     model = 'model_name="org/model"'
     for line in (
         f"vllm:num_requests_running{{{model}}} 3",
@@ -192,8 +196,8 @@ def test_vllms_names_are_told_of_the_model_where_they_are_wanted(service):
         f"vllm:e2e_request_latency_seconds_sum{{{model}}} 3.0",
         "# TYPE vllm:e2e_request_latency_seconds histogram",
     ):
-        assert f"\n{line}\n" in told
-    assert "overloaded" not in told.partition("vllm:")[2]
+        assert f"\n{line}\n" in text
+    assert "overloaded" not in text.partition("vllm:")[2]
     families = [family for family, _ in itertools.groupby(samples(service, 50), lambda each: each.family)]
     assert len(families) == len(set(families)), "the values of a family must follow each other"
 

@@ -1,4 +1,4 @@
-"""What an owner may have: so many requests at once, so many tokens a minute."""
+"""Tests of the limits of an owner: concurrent requests and tokens per minute."""
 
 import pytest
 

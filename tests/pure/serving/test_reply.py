@@ -24,7 +24,9 @@ from tests.pure.service_fakes import FakeSender
 
 @pytest.fixture
 def make(tokenizer):
-    """A reply that records the calls of its callbacks. Its tokens are the bytes of the answer."""
+    """Return a function that makes a reply which records the calls of its callbacks. Its tokens are the bytes of the
+    answer.
+    """
 
     def make(sender=None, num_logprobs=-1, **fields):
         request = parse_request({"req_id": "a", "input_ids": [1, 2], **fields})
@@ -181,7 +183,7 @@ def test_logprobs_come_with_their_tokens(make):
     assert last == [{"token_id": 66, "token": "B", "bytes": [66], "logprob": -9999.0, "top": []}] * 2
 
 
-def test_times_are_told_to_who_measures(make, monkeypatch):
+def test_timings_are_returned_on_request(make, monkeypatch):
     ticks = itertools.count(100)  # a second each time somebody looks
     monkeypatch.setattr(reply_module, "time", SimpleNamespace(**vars(time) | {"time": lambda: next(ticks)}))
     reply = make(benchmark=True)
@@ -272,7 +274,7 @@ def test_a_final_response_that_cannot_be_sent_is_not_tried_again(make):
     assert reply.calls == ["enqueue", "finished"]
 
 
-def test_a_slow_final_response_holds_nobody_up(make):
+def test_a_slow_final_response_delays_no_other_request(make):
     def during_the_final(fields, final):
         other = threading.Thread(target=lambda: (give(reply, "late"), reply.end_if_cancelled()))
         other.start()

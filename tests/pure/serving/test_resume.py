@@ -89,7 +89,7 @@ def text_of(sender):
 
 
 def leave_after(service, executor, num_tokens, **fields):
-    """A client that leaves when it has so many tokens; it and what it has seen."""
+    """Run a client that disconnects after `num_tokens` tokens. Return it and what it has received."""
     with executor.held():
         sender = ask(service, **fields)
         wait_until(lambda: len(token_ids_of(sender)) >= num_tokens)
@@ -116,7 +116,7 @@ def test_whoever_asks_again_goes_on_after_the_tokens_it_has_and_nothing_is_compu
     assert num_generated(service) <= ANSWER_LEN + 4  # of the steps in flight when the client left
 
 
-def test_an_answer_that_has_ended_is_told_again_without_the_engine(service):
+def test_an_answer_that_has_ended_is_repeated_without_the_engine(service):
     whole = ask(service).final
     before = num_generated(service)
     again = ask(service, resume_from=ANSWER_LEN - 1)
@@ -125,7 +125,7 @@ def test_an_answer_that_has_ended_is_told_again_without_the_engine(service):
     assert num_generated(service) == before
 
 
-def test_the_stream_before_is_ended_when_nobody_has_said_that_its_client_has_left(service, executor):
+def test_the_previous_stream_is_ended_if_its_disconnect_was_not_noticed(service, executor):
     with executor.held():
         first = ask(service)
         wait_until(lambda: len(token_ids_of(first)) >= 5)
@@ -175,7 +175,7 @@ def test_an_answer_that_is_not_known_and_would_be_another_is_refused(service):
 
 
 @pytest.mark.parametrize("options", [{"is_first_model": False}])
-def test_where_there_was_another_model_nobody_goes_on_with_an_answer_of_which_only_the_length_is_told(service):
+def test_after_a_reload_no_answer_is_resumed_by_its_length_alone(service):
     assert ask(service, resume_from=10).final["error_type"] == "unknown_answer"
     known = ask(service, resume_from=10, answer_ids=EXPECTED[:10])
     assert known.final["tokens_all_ids"] == EXPECTED

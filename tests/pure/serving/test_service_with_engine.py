@@ -67,7 +67,7 @@ LONE = "\ud800"  # a surrogate without its other half: JSON can say it, nothing 
         ("guided_grammar", {"guided_grammar": LONE}),
     ],
 )
-def test_what_cannot_be_said_to_the_engine_is_its_clients_mistake_and_nobody_elses(service, address, blamed, fields):
+def test_a_request_that_cannot_be_packed_fails_alone(service, address, blamed, fields):
     with a_server(address=address):
         refused = FakeSender()
         service.submit(a_payload(**{"req_id": "a", "input_ids": [5], **fields}), refused)
@@ -91,8 +91,10 @@ def test_a_kill_of_the_engine_is_a_pause_for_sixteen_streams(service, address):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_of_several_answers_the_likeliest_are_told_the_best_first(service, address, n):
-    """Also to a client who has a part of them already. A token's logprob is an eighth of it, negative."""
+def test_of_several_answers_the_likeliest_are_returned_the_best_first(service, address, n):
+    """This also holds for a client that has received a part of them. The logprob of a token is an eighth of it,
+    negative.
+    """
     samplings = [Sampling(7, temperature=1, seed=5 + index) for index in range(6)]
     made = sorted((answer([9], sampling) for sampling in samplings), key=sum)
     with an_engine_process(address):
@@ -159,10 +161,10 @@ def test_the_scores_of_a_prompt_come_once_whatever_the_engine_does(service, addr
         assert sender.final["tokens_all_ids"] == sender.expected
     for index in range(2):
         first, *others = [fields for fields, _ in sender.sent if fields["index"] == index]
-        told = first["prompt_logprobs"]
-        assert [each["token_id"] for each in told] == first["prompt_token_ids"] == prompt
-        assert [each.get("logprob") for each in told] == [None] + [-token_id / 8 for token_id in prompt[1:]]
-        assert [each["top"][0]["token_id"] for each in told[1:]] == prompt[1:]
+        reported = first["prompt_logprobs"]
+        assert [each["token_id"] for each in reported] == first["prompt_token_ids"] == prompt
+        assert [each.get("logprob") for each in reported] == [None] + [-token_id / 8 for token_id in prompt[1:]]
+        assert [each["top"][0]["token_id"] for each in reported[1:]] == prompt[1:]
         assert not any("prompt_logprobs" in fields for fields in others)
 
 
@@ -189,8 +191,8 @@ def test_a_request_for_no_token_brings_scores_embeddings_or_nothing(service, add
         assert ask(service, 2, list(range(9)), 0).final["usage"]["completion_tokens"] == 0
         assert ask(service, 3, list(range(9)), 4).final["usage"]["cached_tokens"] == 8
         for pooling, hidden in (("last", 8), ("mean", 4)):
-            told = ask(service, pooling, list(range(9)), 4, seed=None, pooling=pooling).final
-            assert np.frombuffer(base64.b64decode(told["embedding"]), np.float32).tolist() == [hidden]
+            reported = ask(service, pooling, list(range(9)), 4, seed=None, pooling=pooling).final
+            assert np.frombuffer(base64.b64decode(reported["embedding"]), np.float32).tolist() == [hidden]
         for field, fields in {
             "n": {"max_dec_len": 0, "n": 2},
             "prompt_logprobs": {"pooling": "last", "prompt_logprobs": 0},
@@ -219,7 +221,7 @@ def ask_several(service, req_id, prompt, max_dec_len, n, **fields):
 
 
 def answers_of(sender):
-    """Of each choice, as its last response and as all of its responses have it: they must agree."""
+    """Return the answer of each choice. Its last response and the concatenation of all its responses must agree."""
     assert sender.final["is_end"] == 1
     assert [fields["is_end"] for fields, final in sender.sent if not final].count(1) == 0
     answers = {fields["index"]: fields["tokens_all_ids"] for fields, _ in sender.sent if "finish_reason" in fields}

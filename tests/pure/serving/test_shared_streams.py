@@ -160,7 +160,7 @@ def test_a_response_that_takes_long_holds_up_one_thread_which_sends_what_comes_m
 
 
 def test_what_is_left_when_a_stream_breaks_is_lost_with_it(streams, monkeypatch):
-    """The answer is not sent forever."""
+    """The rest of the answer is not sent."""
     monkeypatch.setattr(shared_streams, "MAX_RESPONSE_BYTES", 1)
     shared, own = Sender(), Sender()
     streams.open("s", shared)
@@ -244,8 +244,9 @@ def test_what_was_lost_with_a_shared_stream_is_missed_when_it_has_ended(is_known
 
 
 class SharingTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """What is put into `own[req_id]` goes on that request's stream, into `shared` on the shared one; None ends it. An
-    exception breaks it."""
+    """Fake Triton with shared streams. Items of `own[req_id]` are sent on that request's stream, items of `shared` on
+    the shared one. None ends a stream, and an exception breaks it.
+    """
 
     def __init__(self):
         self.own, self.shared, self.shares = {}, asyncio.Queue(), {}
@@ -277,7 +278,9 @@ class SharingTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def with_two(scenario, timeout_s=PATIENCE_S):
-    """Runs it with a request that was begun, another that shares, and what the latter's answers come to."""
+    """Run the scenario with a request that has begun, another one that shares its stream, and the results of the
+    latter.
+    """
 
     async def run():
         triton = SharingTriton()

@@ -1,4 +1,4 @@
-"""The form of an answer, from the fields of a request to what the engine is asked for."""
+"""Tests of structured output, from the fields of a request to the grammar that the engine gets."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def refusal(**fields):
 
 
 def asked(tokenizer, options=None, **fields):
-    """The field and the form that the engine gets."""
+    """Return the field and the grammar that the engine gets."""
     processor = an_input_processor(tokenizer, 330, (200, 100, 100), grammar_builder=GrammarBuilder(**(options or {})))
     return processor.process(parsed(**fields)).sampling.structured_output
 
@@ -61,11 +61,11 @@ def asked(tokenizer, options=None, **fields):
         ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "json", CLOSED),
     ],
 )
-def test_every_field_that_asks_for_a_form(field, value, kind, given):
+def test_every_field_of_structured_output(field, value, kind, given):
     assert parsed(**{field: value}).structured_output == StructuredOutput(field, kind, given)
 
 
-def test_free_text_is_no_form():
+def test_free_text_has_no_grammar():
     assert parsed(response_format={"type": "text"}).structured_output is None
     assert parsed(response_format={"type": "text"}, guided_regex="a").structured_output == StructuredOutput(
         "guided_regex", "regex", "a"
@@ -165,7 +165,7 @@ def nested(depth):
         ("response_format", {"type": "json_schema"}, "`response_format.json_schema` must be an object, it is null"),
     ],
 )
-def test_a_wrong_form_is_refused_by_name(field, value, says):
+def test_an_invalid_grammar_is_refused_by_name(field, value, says):
     error = refusal(**{field: value})
     assert says in str(error)
     assert error.field == field
@@ -186,13 +186,13 @@ def test_a_wrong_form_is_refused_by_name(field, value, says):
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"const": LONE}}}, ".json_schema.schema"),
     ],
 )
-def test_a_form_is_valid_unicode_wherever_it_has_a_text(field, value, place):
+def test_every_text_of_a_grammar_is_valid_unicode(field, value, place):
     error = refusal(**{field: value})
     says = f"The `{field}{place}` in input parameters must be valid Unicode, it has a lone surrogate"
     assert (error.field, str(error)) == (field, says)
 
 
-def test_the_longest_and_the_deepest_form_are_taken():
+def test_the_longest_and_the_deepest_grammar_are_accepted():
     assert parsed(guided_regex="x" * 131070).structured_output
     assert parsed(guided_json=nested(99)).structured_output
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_together_is_refused():
     assert "cannot be combined with `guided_json`, whose grammar ends the answer" in str(error)
 
 
-def test_a_form_needs_a_token_that_ends_the_answer(tokenizer):
+def test_structured_output_needs_a_token_that_ends_the_answer(tokenizer):
     with pytest.raises(InvalidRequest, match="`guided_regex` needs an end-of-sequence token") as caught:
         asked(tokenizer, guided_regex="a", ignore_eos=True)
     assert caught.value.field == "guided_regex"
@@ -233,9 +233,9 @@ def test_what_is_seen_without_compiling_blames_the_field(tokenizer):
 
 def test_the_setting_forbids_whitespace_unless_the_request_says_otherwise(tokenizer):
     def options(settings, **fields):
-        field, form = asked(tokenizer, settings, guided_json=SCHEMA, **fields)
+        field, structured_output = asked(tokenizer, settings, guided_json=SCHEMA, **fields)
         assert field == "guided_json"
-        [grammar] = json.loads(form)["grammars"]
+        [grammar] = json.loads(structured_output)["grammars"]
         return grammar["json_schema"]["x-guidance"]
 
     compact, loose = options({"any_whitespace": False}), options({})
@@ -245,7 +245,7 @@ def test_the_setting_forbids_whitespace_unless_the_request_says_otherwise(tokeni
     assert options({}, guided_decoding_disable_any_whitespace=True) == compact
 
 
-def test_a_form_waits_for_the_end_of_a_thought_where_there_will_be_one(tokenizer):
+def test_structured_output_waits_for_the_end_of_the_reasoning_if_there_is_one(tokenizer):
     apart = {"reasoning": "may"}
 
     def waits(options, **fields):

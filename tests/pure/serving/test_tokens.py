@@ -22,21 +22,21 @@ def ask(tokenizer):
 
 
 def test_the_tokens_of_a_prompt_are_those_that_its_answer_would_begin_with(ask, tokenizer):
-    told = ask(tokenize={"prompt": "the there", "return_token_strs": True})
-    assert told == {
-        **{"is_end": 1, "count": len(told["tokens"]), "max_model_len": 64},
+    reported = ask(tokenize={"prompt": "the there", "return_token_strs": True})
+    assert reported == {
+        **{"is_end": 1, "count": len(reported["tokens"]), "max_model_len": 64},
         **{"tokens": tokenizer.encode("the there"), "token_strs": ["th", "e", "Ġ", "th", "er", "e"]},
     }
-    assert ask(detokenize={"tokens": told["tokens"]}) == {"is_end": 1, "prompt": "the there"}
+    assert ask(detokenize={"tokens": reported["tokens"]}) == {"is_end": 1, "prompt": "the there"}
 
 
 def test_a_chat_is_counted_with_its_template(ask, tokenizer):
     rendered = tokenizer.render_chat(CHAT)
-    told = ask(tokenize={"messages": CHAT})
-    assert told["tokens"] == tokenizer.encode(rendered, add_special_tokens=False)
-    assert ask(detokenize={"tokens": told["tokens"]})["prompt"] == rendered
+    reported = ask(tokenize={"messages": CHAT})
+    assert reported["tokens"] == tokenizer.encode(rendered, add_special_tokens=False)
+    assert ask(detokenize={"tokens": reported["tokens"]})["prompt"] == rendered
     shorter = ask(tokenize={"messages": CHAT, "add_generation_prompt": False})
-    assert shorter["tokens"] == told["tokens"][: shorter["count"]] and shorter["count"] < told["count"]
+    assert shorter["tokens"] == reported["tokens"][: shorter["count"]] and shorter["count"] < reported["count"]
 
 
 def test_tools_and_variables_reach_the_template(ask, monkeypatch):
@@ -74,9 +74,9 @@ def test_special_tokens_are_added_to_a_prompt_unless_it_says_otherwise(ask, monk
     ],
 )
 def test_a_question_that_is_wrong_is_refused_by_field(ask, question, field, text):
-    told = ask(**question)
-    assert (told["error_code"], told["error_field"]) == (400, field)
-    assert text in json.dumps(told["error_msg"])
+    reported = ask(**question)
+    assert (reported["error_code"], reported["error_field"]) == (400, field)
+    assert text in json.dumps(reported["error_msg"])
 
 
 @pytest.mark.parametrize("answer", [wire.TokenizeResponse([1, 2], 64, ["a", "b"]), wire.DetokenizeResponse("ü")])

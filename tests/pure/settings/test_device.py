@@ -1,4 +1,4 @@
-"""Which device DEVICE means, on machines with and without torch."""
+"""Tests of the device that DEVICE selects, on machines with and without torch."""
 
 import importlib.util
 import sys
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes this machine one with these packages and GPUs."""
+    """Return a function that simulates a machine with these packages and GPUs."""
 
     def make(*packages, num_gpus=0, capabilities=((9, 0),) * 8):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in packages or None)

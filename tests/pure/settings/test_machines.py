@@ -1,4 +1,4 @@
-"""Which machines there are and which one this is, from settings alone."""
+"""Tests of the hosts of a model and of the number of this host, from settings alone."""
 
 import re
 
@@ -121,7 +121,7 @@ def test_each_host_fetches_its_own_part_from_a_mirror(monkeypatch, tmp_path, hos
 
     def download(name, directory, options):
         asked.append(options.part)
-        return download_model.Download(tmp_path, None, is_static=True)
+        return download_model.ModelDownload(tmp_path, None, is_static=True)
 
     monkeypatch.setattr(download_model, "download", download)
     model_source.find_source(Config.from_env(), "an-org/a-model-2nodes", lambda text: None)

@@ -55,7 +55,7 @@ FRAGMENTS = [
 
 
 def trained(**options):
-    """The bytes of a model file."""
+    """Return the bytes of a model file."""
     rng, out = random.Random(3), io.BytesIO()
     made = ["".join(rng.choices(["re", "s", "ta", "no", "qu", "er", "ing", "ed"], k=4)) for _ in range(200)]
     lines = [" ".join(rng.choices(WORDS * 8 + made, k=12)) for _ in range(600)]

@@ -18,12 +18,12 @@ def tokenizer(request):
 
 @pytest.fixture(scope="module")
 def letters():
-    """One token a character, so that a reader can count them."""
+    """Return a tokenizer with one token for each character, so that a reader can count them."""
     return Tokenizer(a_byte_level_backend())
 
 
 def ids_of(tokenizer, text):
-    """One token a byte."""
+    """Return one token for each byte."""
     by_byte = {tokenizer.token_bytes(index): index for index in range(tokenizer.vocab_size)}
     return [by_byte[bytes([byte])] for byte in text.encode()]
 
@@ -35,14 +35,14 @@ def parts_of(items, rng):
 
 
 def read(stream, parts):
-    """The whole text, how many tokens belong to it, the stop string."""
+    """Return the whole text, the number of tokens that belong to it, and the stop string."""
     deltas = [stream.push(part) for part in parts]
     deltas.append(stream.finish())
     return "".join(delta.text for delta in deltas), sum(len(delta.ends) for delta in deltas), stream.stop_string
 
 
 def first_stop(text, stops):
-    """The definition: the stop string that ends first, of these the longest. -> its start, itself"""
+    """Return the stop string that ends first, or the longest of several, and its start. This is the definition."""
     found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not found:
         return len(text), None
@@ -224,14 +224,16 @@ def test_stop_strings_with_real_tokens(tokenizer):
 
 
 def stops_in(text, rng):
-    """Up to three stop strings, most of them out of the text."""
+    """Return up to three stop strings, most of them taken from the text."""
     starts = [rng.randrange(len(text) + 1) for _ in range(rng.randrange(4))]
     found = [text[start : start + rng.randrange(1, 6)] + rng.choice(["", "", "x"]) for start in starts]
     return tuple(filter(None, found))
 
 
 def num_tokens_of(tokenizer, ids, num_chars, include_stop):
-    """The fewest tokens that show so many characters, and the silent ones between them and the stop."""
+    """Return the smallest number of tokens that show `num_chars` characters, including silent tokens between them and
+    the stop.
+    """
     reader = Detokenizer(tokenizer.token_table, tokenizer.special_ids)
     num_read = num_tokens = 0
     while num_read < num_chars and num_tokens < len(ids):
@@ -244,7 +246,7 @@ def num_tokens_of(tokenizer, ids, num_chars, include_stop):
 
 
 def test_a_long_answer_keeps_little(letters):
-    """What a stream remembers does not grow with the text, so the work for a token does not either."""
+    """The state of a stream does not grow with the text, and neither does the work for a token."""
     stream = TextStream(letters, TextOptions(stop=("aaab",)))
     ids = ids_of(letters, "a")
     for _ in range(10_000):

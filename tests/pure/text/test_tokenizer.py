@@ -32,7 +32,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def a_byte_level_backend():
-    """As of GPT-2, Llama 3, Qwen: tokens are made of bytes."""
+    """Return a tokenizer like that of GPT-2, Llama 3 and Qwen: tokens are made of bytes."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -47,7 +47,9 @@ def a_byte_level_backend():
 
 
 def a_sentencepiece_backend():
-    """As of Llama 2 and Mistral: words with ▁ in front, bytes for what has no token."""
+    """Return a tokenizer like that of Llama 2 and Mistral: words begin with ▁, and characters without a token are
+    bytes.
+    """
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=300, show_progress=False))
@@ -65,7 +67,7 @@ def a_sentencepiece_backend():
 
 
 def a_metaspace_backend():
-    """As of T5 and early Llama conversions: the decoder drops the first space by itself."""
+    """Return a tokenizer like that of T5 and early Llama conversions: the decoder drops the first space by itself."""
     backend = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -2.0)], unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()

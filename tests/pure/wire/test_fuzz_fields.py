@@ -62,7 +62,7 @@ def processor(tmp_path_factory):
 
 
 def outcome(ask, *arguments):
-    """What it came to, None if it was refused; any other error is the test's."""
+    """Return the result, or None if the call was refused. Any other error fails the test."""
     try:
         return ask(*arguments)
     except RequestError as error:
@@ -179,6 +179,6 @@ def test_any_tools_may_be_offered_and_chosen(given, choice, parallel):
 def test_any_bytes_may_be_a_body(payload):
     outcome(parse_body, payload)
     outcome(wire.only_object, payload)
-    told = wire.payload_with_owner(payload, wire.Owner("a"))
-    body = outcome(wire.only_object, told)
+    reported = wire.payload_with_owner(payload, wire.Owner("a"))
+    body = outcome(wire.only_object, reported)
     assert body is None or body[wire.OWNER]["name"] == "a"

@@ -28,8 +28,8 @@ def vocabulary(tokenizer):
 
 def compiled(vocabulary, schema):
     compact = {**schema, "x-guidance": {"whitespace_flexible": False}}
-    form = json.dumps({"grammars": [{"json_schema": compact}]})
-    return LLMatcher(vocabulary.of_library, form, log_level=0)
+    structured_output = json.dumps({"grammars": [{"json_schema": compact}]})
+    return LLMatcher(vocabulary.of_library, structured_output, log_level=0)
 
 
 def allows(vocabulary, schema, text):
@@ -196,7 +196,7 @@ def test_a_response_format_says_whether_all_keywords_matter(given):
 
 
 def random_value(vocabulary, matcher, rng):
-    """A text that the matcher lets through, None for one that would be long."""
+    """Return a text that the matcher accepts, or None for one that would be long."""
     matcher, token_ids = matcher.deep_copy(), []
     while not matcher.is_stopped():
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)

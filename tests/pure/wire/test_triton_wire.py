@@ -1,4 +1,6 @@
-"""What goes through Triton's gRPC: the names of config.pbtxt, a string with its length, and answers of all kinds."""
+"""Tests of the data that passes Triton's gRPC: the names of config.pbtxt, a string with its length, and answers of all
+kinds.
+"""
 
 import json
 import re
@@ -53,7 +55,7 @@ def test_what_is_no_answer_says_that_the_model_is_not_there(response, reason):
 
 
 def test_a_request_is_no_longer_than_its_client_has_written_it():
-    """Its length is limited there: what is no ASCII, and a surrogate without its other half, are not escaped."""
+    """Its length is limited there: non-ASCII characters and lone surrogates are not escaped."""
     body = {"text": "\u4f60\ud800", "input_ids": [1, 2, 3]}
     [content] = infer_request(body).raw_input_contents
     assert len(content) == len(json.dumps([body], ensure_ascii=False, separators=(",", ":"))) + 4 + 2 + 2

@@ -233,7 +233,7 @@ def test_a_wrong_field_is_refused_with_its_name_and_value(fields, message):
     assert message in refusal(**fields)
 
 
-def test_all_problems_are_told_at_once_and_the_first_is_blamed():
+def test_all_problems_are_reported_at_once_and_the_first_is_blamed():
     with pytest.raises(InvalidRequest) as caught:
         parsed(stop={"{limit}": 1}, topp=2, text="")
     assert str(caught.value).count("; ") == 2

@@ -1,4 +1,4 @@
-"""What the model answers: values that become JSON and come back as they were, and the words of errors."""
+"""Tests of the answers of the model: they become JSON and back without changes, and errors have their texts."""
 
 import json
 
@@ -84,7 +84,7 @@ def test_the_last_answer_has_all_of_it():
     assert fields["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 4}
 
 
-def test_a_logprob_that_is_no_number_is_told_as_the_least_likely():
+def test_a_logprob_of_nan_is_returned_as_the_least_likely():
     assert [wire.finite_logprob(number) for number in (float("-inf"), float("nan"), -1.5)] == [-9999.0, -9999.0, -1.5]
 
 

@@ -43,7 +43,9 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """[T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]: [T, Hq D], and the cache, updated."""
+    """Compute attention of qkv [T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]. Return [T, Hq
+    D], and the cache, which is updated in place.
+    """
     where, scoring = (query_starts, context_lens, block_tables), Scoring(scale, window, softcap, sinks)
     query = place_all(qkv, cos_sin, kv_cache, where, num_heads)
     out = torch.empty_like(query)
@@ -78,7 +80,7 @@ def paged_attention(
 def head_norm_paged_attention(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *given: Tensor, epsilon: float, **heads: Any
 ) -> tuple[Tensor, Tensor]:
-    """`head_norm`, then `paged_attention`, which reads these heads anyway."""
+    """Compute `head_norm`, then `paged_attention`, in one kernel that reads the heads once."""
     return paged_attention(HeadNorm(qkv, q_weight, k_weight, epsilon), *given, **heads)
 
 
@@ -96,7 +98,9 @@ def _attend(
     ONE_EACH: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of one key/value head for TOKENS tokens of one request; of several splits some of the units."""
+    """Compute the query heads of one key/value head for TOKENS tokens of one request; with several splits, a part of
+    the units.
+    """
     begin_next()
     wait_for_inputs()
     split = tl.program_id(2)
@@ -160,7 +164,7 @@ def _merge_all(
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head of the one token of a request."""
+    """Merge the splits of one head of the single token of a request."""
     begin_next()
     wait_for_inputs()
     head = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
@@ -183,8 +187,9 @@ def _merge_all(
 
 @triton.jit
 def _merged(all_m, all_total, all_sums, m, total, sums):
-    """What there is so far and one unit more: of each row its largest score, and total weight and sums relative to
-    that."""
+    """Merge one more unit into the running results: for each row its largest score, and the total weight and the sums
+    relative to it.
+    """
     largest = tl.maximum(all_m, m)
     floor = tl.where(largest == -float("inf"), 0.0, largest)  # of a row that has seen nothing yet
     before, here = tl.exp2(all_m - floor), tl.exp2(m - floor)

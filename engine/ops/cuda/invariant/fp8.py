@@ -8,7 +8,7 @@ import functools
 from torch import Tensor
 
 from engine.ops.cuda.fp8_activations import quantize
-from engine.ops.cuda.fp8_gemm import Tile, Weights, gemm
+from engine.ops.cuda.fp8_gemm import Fp8GemmTile, Weights, gemm
 from engine.ops.cuda.invariant.products import linear
 from engine.ops.cuda.pointwise import swiglu
 
@@ -31,8 +31,14 @@ def linear_a8w8_fp8(
 gated_linear_a8w8_fp8 = functools.partial(linear_a8w8_fp8, is_gated=True)
 
 
-def tile_for(num_rows: int, columns: int) -> Tile:
+def tile_for(num_rows: int, columns: int) -> Fp8GemmTile:
     """Return the fastest tile without splits; every one gives the same bits."""
     if num_rows > 64:
-        return Tile(128, 128, 8, 4) if columns > NARROW or num_rows > 256 else Tile(128, 64, 4, 4)
-    return Tile(64, 32, 4, 7) if columns <= NARROW else Tile(64, 64, 4, 6) if columns <= WIDE else Tile(64, 128, 4, 5)
+        return Fp8GemmTile(128, 128, 8, 4) if columns > NARROW or num_rows > 256 else Fp8GemmTile(128, 64, 4, 4)
+    return (
+        Fp8GemmTile(64, 32, 4, 7)
+        if columns <= NARROW
+        else Fp8GemmTile(64, 64, 4, 6)
+        if columns <= WIDE
+        else Fp8GemmTile(64, 128, 4, 5)
+    )

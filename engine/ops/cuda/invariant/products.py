@@ -20,7 +20,7 @@ from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, kernel, sha
 from engine.ops.cuda.pointwise import swiglu
 
 
-class Tile(NamedTuple):
+class InvariantTile(NamedTuple):
     rows: int
     columns: int
     depth: int
@@ -28,38 +28,38 @@ class Tile(NamedTuple):
     stages: int  # tiles that are read ahead, where there is room
 
 
-FLOAT32 = Tile(64, 64, 32, 4, 2)
+FLOAT32 = InvariantTile(64, 64, 32, 4, 2)
 NARROW, WIDE = 4224, 12288  # columns: how many tiles there are decides how large each may be
 # By the most rows they are for: tiles for few columns, for more, for many. As measured on an H200.
 TILES = {
-    64: (Tile(64, 32, 128, 4, 7), Tile(64, 64, 128, 4, 5), Tile(64, 128, 64, 4, 5)),
-    128: (Tile(64, 64, 128, 4, 5), Tile(128, 64, 64, 4, 5), Tile(128, 128, 64, 4, 4)),
-    256: (Tile(128, 64, 64, 4, 8), Tile(128, 128, 64, 4, 7), Tile(256, 128, 64, 8, 4)),
-    1024: (Tile(128, 128, 64, 4, 4),) * 3,
+    64: (InvariantTile(64, 32, 128, 4, 7), InvariantTile(64, 64, 128, 4, 5), InvariantTile(64, 128, 64, 4, 5)),
+    128: (InvariantTile(64, 64, 128, 4, 5), InvariantTile(128, 64, 64, 4, 5), InvariantTile(128, 128, 64, 4, 4)),
+    256: (InvariantTile(128, 64, 64, 4, 8), InvariantTile(128, 128, 64, 4, 7), InvariantTile(256, 128, 64, 8, 4)),
+    1024: (InvariantTile(128, 128, 64, 4, 4),) * 3,
 }
-LARGEST = Tile(256, 128, 64, 8, 4)
+LARGEST = InvariantTile(256, 128, 64, 8, 4)
 TOGETHER = 8  # tiles of rows that go over the same weights at a time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] times weight [N, K]: [T, N] in the type of x, which is the weight's."""
+    """Multiply x [T, K] with weight [N, K]. Return [T, N] in the type of both."""
     return _product(x, weight, bias, x.new_empty(len(x), len(weight)))
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear`, then `swiglu`: [T, K], [2 F, K] -> [T, F]."""
+    """Compute `linear`, then `swiglu`: [T, K], [2 F, K] -> [T, F]."""
     if skinny_gemm.are_few(x):
         return skinny_gemm.multiply(x, weight, bias, x.new_empty(len(x), len(weight) // 2), is_gated=True)
     return swiglu(linear(x, weight, bias))
 
 
 def logits(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
-    """`linear` for the last one of a graph: its sums stay float32. [S, K], [V, K] -> f32 [S, V]."""
+    """Compute the last linear layer of a graph, whose sums stay float32: [S, K], [V, K] -> f32 [S, V]."""
     return _product(x, weight, None, x.new_empty(len(x), len(weight), dtype=torch.float32))
 
 
-def tile_for(num_rows: int, columns: int, dtype: torch.dtype) -> Tile:
-    """The fastest; every one gives the same bits."""
+def tile_for(num_rows: int, columns: int, dtype: torch.dtype) -> InvariantTile:
+    """Return the fastest tile. All tiles give the same bits."""
     if dtype == torch.float32:
         return FLOAT32
     for most_rows, tiles in TILES.items():
@@ -88,7 +88,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """The copy engine wants rows that begin at 16 bytes. What is beyond the last row or column it gives as 0."""
+    """Return whether the rows begin at multiples of 16 bytes, as the copy engine requires. It reads 0 beyond the last
+    row or column.
+    """
     return matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.element_size() % 16 == 0
 
 
@@ -98,8 +100,9 @@ def _multiply(
     HAS_BIAS: tl.constexpr, IS_COPIED: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS outputs. IS_COPIED: `x` and `weight` are descriptors of tensors, else tensors. IS_WHOLE: DEPTH
-    divides the width."""
+    """Compute ROWS x COLUMNS outputs. IS_COPIED says that `x` and `weight` are tensor descriptors, IS_WHOLE that DEPTH
+    divides the width.
+    """
     begin_next()
     # TOGETHER tiles of rows go over the columns side by side, so that weights and rows are found in the L2 cache.
     num_tiles, num_columns = tl.cdiv(num_rows, ROWS), tl.cdiv(columns, COLUMNS)

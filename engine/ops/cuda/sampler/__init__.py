@@ -1,9 +1,10 @@
-"""Chooses a token for each row of logits, as "Sampling" in docs/ops.md defines it, on the device and without sorting.
+"""Sampling of a token for each row of logits, as "Sampling" in docs/ops.md defines it, on the device and without
+sorting.
 
-A row is shared out to a program for every PART of the vocabulary. What top_k and top_p keep of it is all above a
-threshold, and of what equals that the first few. The threshold is found in rounds: each counts and weighs what lies
-above a few pivots, in one pass over the row, until so few tokens are left between two of them that one program finds it
-among these (`threshold`). A token is drawn by the weights of the parts, then within one of them (`drawing`).
+Each PART of the vocabulary of a row has a program. Top-k and top-p keep everything above a threshold, and the first few
+of the tokens that equal it. The threshold is found in rounds: each counts and weighs what lies above a few pivots in
+one pass over the row, until so few tokens are left between two pivots that one program can search them (`top_k_top_p`).
+Then a part is drawn by the weights of the parts, and a token within it (`drawing`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["CUTS", "Cuts", "report", "sample"]
 
 
 class Cuts(NamedTuple):
-    """What some row of a step wants."""
+    """Steps of sampling that some row of a batch needs."""
 
     draws: bool
     top_k: bool
@@ -41,10 +42,10 @@ CUTS = Cuts(False, False, False), *[Cuts(True, k, p) for k in (False, True) for 
 
 
 def sample(logits: Tensor, sent: Mapping[str, Tensor], cuts: Cuts, num_logprobs: int = -1) -> dict[str, Tensor]:
-    """The fields of SampledRows by name; without log-probabilities where nobody wants any.
+    """Return the fields of SampledRows by name, without log-probabilities if no row wants any.
 
-    `logits`: f32 [S, V], S at least 1, which are changed. `sent`: the fields of the rows on the same device; what
-    changes logits only where it does something. `num_logprobs`: the most that a row wants.
+    `logits`, f32 [S, V] with S at least 1, are overwritten. `sent` has the fields of the rows on the same device; those
+    that change logits are present only if they have an effect. `num_logprobs` is the largest number that a row wants.
     """
     own = logits.clone() if num_logprobs >= 0 and changes(sent) else logits
     change(logits, sent)

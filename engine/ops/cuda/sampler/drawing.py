@@ -14,7 +14,7 @@ from engine.ops.cuda.sampler.row import PART, Rows, largest_of, load, weights_of
 
 
 def draw(rows: Rows, sent: Mapping[str, Tensor], *, some_drawn: bool) -> Tensor:
-    """i32 [S]; -1 where nothing is left. Without `some_drawn` every row wants its likeliest token."""
+    """Return the sampled tokens i32 [S], -1 where no token is left. Without `some_drawn` every row is greedy."""
     (num_rows, _), (vocab, num_parts, padded_parts) = rows.logits.shape, rows.sizes
     given = rows.logits, rows.temperature, rows.min_p, rows.most, rows.floor
     parts = torch.empty_like(rows.most, dtype=torch.float64), torch.empty_like(rows.most_ids)
@@ -33,7 +33,7 @@ def _weigh(
     logits, temperatures, min_ps, most, floor, above, equal, vocab, num_parts,
     PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Of one part: the weight above the floor, and how many tokens equal it."""
+    """Compute, for one part, the weight above the floor, and how many tokens equal it."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, bound = tl.load(temperatures + row), tl.load(floor + row)
     if temperature > 0:
@@ -83,14 +83,14 @@ def _choose(
 
 @triton.jit
 def _first(exceeds, has_weight, ids, none):
-    """The lowest of those that exceed; rounding may leave none, then the last with weight."""
+    """Return the lowest of the ids that exceed. Rounding may leave none; then return the last one with weight."""
     first = tl.min(tl.where(exceeds & has_weight, ids, none), 0)
     return tl.minimum(first, tl.max(tl.where(has_weight, ids, -1), 0))
 
 
 @triton.jit
 def _uniform(seed, counter):
-    """53 bits of Philox4x32-10 (Salmon et al., 2011) in [0, 1)."""
+    """Return 53 bits of Philox4x32-10 (Salmon et al., 2011) as a number in [0, 1)."""
     low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
     first, second, _, _ = tl.philox(seed, low, high, 0, 0)
     bits = ((first.to(tl.uint64) << 32) | second.to(tl.uint64)) >> 11

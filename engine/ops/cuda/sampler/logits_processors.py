@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: masks, biases and bans, penalties."""
+"""Changes of logits before sampling: masks, biases, bans and penalties."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _cut_by_sigma(logits, wanted, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _part(x, start, vocab, BLOCK: tl.constexpr):
-    """Ids, logits, and which of them are allowed: a number above minus infinity."""
+    """Return ids, logits, and which of them are allowed, that is, greater than minus infinity."""
     ids = start + tl.arange(0, BLOCK)
     values = tl.load(x + ids, mask=ids < vocab, other=-float("inf"))
     return ids, values, values > -float("inf")

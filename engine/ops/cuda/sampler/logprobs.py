@@ -31,7 +31,9 @@ def report(logits: Tensor, token_ids: Tensor, num_logprobs: Tensor, max_logprobs
 def _report(
     logits, token_ids, num_wanted, logprobs, top_ids, top_logprobs, vocab, max_logprobs, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """log_softmax of the model's own logits: of the chosen token and of the likeliest, lowest id first on a tie."""
+    """Compute log_softmax of the model's own logits, for the sampled token and the likeliest ones, lowest id first on a
+    tie.
+    """
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_wanted + row)
     if count >= 0:

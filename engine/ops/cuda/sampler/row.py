@@ -32,7 +32,7 @@ class Rows:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The vocabulary, the number of parts, and that as a power of two."""
+        """Return the vocabulary size, the number of parts, and that number as a power of two."""
         num_parts = self.most.shape[1]
         return self.logits.shape[1], num_parts, triton.next_power_of_2(num_parts)
 
@@ -60,7 +60,7 @@ def _survey(logits, most, most_ids, floor, spare, vocab, num_parts, PART: tl.con
 
 @triton.jit
 def load(x, start, vocab, BLOCK: tl.constexpr):
-    """Logits from `start` on, and their ids; what is no number counts as banned."""
+    """Return the ids and logits from `start` on. NaN counts as banned."""
     ids = start + tl.arange(0, BLOCK)
     values = tl.load(x + ids, mask=ids < vocab, other=-float("inf"))
     return ids, tl.where(values == values, values, -float("inf"))

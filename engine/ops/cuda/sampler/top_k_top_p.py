@@ -1,8 +1,9 @@
-"""What top_k or top_p cuts off: the highest bound that leaves enough tokens, or enough of their weight, at or above it.
+"""Thresholds of top-k and top-p: the highest bound that leaves enough tokens, or enough of their weight, at or above
+it.
 
-ROUNDS of PIVOTS each, between the bounds that the round before has found. The first and the last pivot of a round are
-the bounds themselves, so that count and weight of what is above each are known part by part. What lies between the last
-bounds, the candidates, is gathered, and a program for each row bisects among them.
+The search has ROUNDS rounds of PIVOTS pivots, each between the bounds that the previous round has found. The first and
+the last pivot of a round are the bounds themselves, so that count and weight above each are known part by part. The
+candidates, which lie between the last bounds, are gathered, and one program for each row bisects among them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ MOST_CANDIDATES = 4096  # where more are left, of many that are equal, the whole
 
 
 def cut(rows: Rows, wanted: Tensor, *, by_count: bool) -> None:
-    """`wanted`: top_k, or top_p, of each row. Raises what `rows` keeps of those that want a part."""
+    """Raise the floor of each row to its threshold. `wanted` is top_k (with `by_count`) or top_p of each row; rows that
+    keep everything are not changed.
+    """
     (num_rows, _), (vocab, num_parts, padded_parts), new = rows.logits.shape, rows.sizes, rows.logits.new_empty
     counts = new(num_rows, ROUNDS, num_parts, PIVOTS, dtype=torch.int32)
     sums = new(num_rows, ROUNDS, PIVOTS), counts, new(counts.shape)
@@ -36,7 +39,9 @@ def cut(rows: Rows, wanted: Tensor, *, by_count: bool) -> None:
 
 @triton.jit
 def _row_of(temperatures, wanted, most, num_parts, BY_COUNT: tl.constexpr, PARTS: tl.constexpr):
-    """This program's row, its temperature, what it wants, its largest logit, and whether any of this matters."""
+    """Return this program's row, its temperature, its top_k or top_p, its largest logit, and whether the row is cut at
+    all.
+    """
     row = tl.program_id(0).to(tl.int64)
     temperature, share = tl.load(temperatures + row), tl.load(wanted + row)
     largest = largest_of(most, row, num_parts, PARTS)
@@ -49,7 +54,9 @@ def _bounds(
     row, wanted, floor, count, weight, pivots, counts, weights, num_parts,
     BY_COUNT: tl.constexpr, PARTS: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """What ROUND has found: the numbers of two pivots, those of the row at each, and how much is enough."""
+    """Return the result of ROUND: the indexes of two pivots, all pivots with their counts and weights, and how much is
+    enough.
+    """
     number = tl.arange(0, PIVOTS)
     pivot, counted, weighed = _sums(
         row, floor, count, weight, pivots, counts, weights, num_parts, PARTS, PIVOTS, ROUNDS, ROUND
@@ -71,7 +78,7 @@ def _sums(
     row, floor, count, weight, pivots, counts, weights, num_parts,
     PARTS: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """The pivots of a round, and count and weight of what is kept so far at or above each, f64."""
+    """Return the pivots of a round, and count and weight of what is kept so far at or above each, f64."""
     number, part = tl.arange(0, PIVOTS), tl.arange(0, PARTS)
     pivot = tl.load(pivots + (row * ROUNDS + ROUND) * PIVOTS + number)
     at = ((row * ROUNDS + ROUND) * num_parts + part[:, None]) * PIVOTS + number[None, :]
@@ -133,7 +140,7 @@ def _gather(
     vocab, num_parts, BY_COUNT: tl.constexpr, PARTS: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr,
     PART: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of one part behind those of the parts before it."""
+    """Append the candidates of one part to those of the parts before it."""
     part = tl.program_id(1)
     row, temperature, share, largest, is_wanted = _row_of(temperatures, wanted, most, num_parts, BY_COUNT, PARTS)
     if is_wanted:
@@ -154,7 +161,7 @@ def _gather(
 def _num_between(
     row, end, first, last, counts, num_parts, PARTS: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr
 ):  # fmt: skip
-    """Logits of the parts before `end` that are between two pivots of the last round."""
+    """Return the number of logits of the parts before `end` that lie between two pivots of the last round."""
     part = tl.arange(0, PARTS)
     at = counts + ((row * ROUNDS + ROUNDS - 1) * num_parts + part) * PIVOTS
     is_before = part < end
@@ -167,8 +174,9 @@ def _bisect(
     vocab, num_parts, BY_COUNT: tl.constexpr, PARTS: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr,
     PART: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """With one token between the bounds it does not matter where between them the bound is; several are equal, to
-    `low`."""
+    """Bisect among the candidates. If one token is left between the bounds, any bound between them will do; several
+    equal ones are kept at `low`.
+    """
     row, temperature, share, largest, is_wanted = _row_of(temperatures, wanted, most, num_parts, BY_COUNT, PARTS)
     if is_wanted:
         first, last, pivot, counted, weighed, enough = _bounds(
@@ -214,7 +222,7 @@ def _bisect(
 
 @triton.jit
 def _above(values, bound, largest, temperature, min_p):
-    """How many tokens of weight have a logit of at least `bound`, and their weight; f64."""
+    """Return the number of tokens with weight whose logit is at least `bound`, and their weight, f64."""
     weights = weights_of(values, largest, temperature, min_p)
     is_in = (values >= bound) & (weights > 0)
     return tl.sum(is_in.to(tl.int32), 0).to(tl.float64), tl.sum(tl.where(is_in, weights, 0.0).to(tl.float64), 0)

@@ -20,7 +20,9 @@ def engine():
 
 @pytest.fixture
 def make(tokenizer, engine):
-    """A service on the fake engine. Every sender that `ask` makes is checked in the end."""
+    """Return a function that makes a service on the fake engine. Every sender that `ask` makes is checked at the
+    end.
+    """
     services, senders = [], []
 
     def make(checked=True, **options):

@@ -1,4 +1,4 @@
-"""What the service says of itself and is told beside requests, for which nobody waits."""
+"""Tests of requests about the service itself, which do not wait for answers of the model."""
 
 import threading
 
@@ -53,7 +53,7 @@ def test_a_long_step_is_no_reason_not_to_be_ready(service, engine, silent_s, sta
 
 @pytest.fixture
 def busy_intake(service, monkeypatch):
-    """Every intake thread has a request that takes long; -> what ends that."""
+    """Keep every intake thread busy with a slow request. Return a function that ends these requests."""
     gate, entered = threading.Event(), threading.Semaphore(0)
     read = InputProcessor.process
     monkeypatch.setattr(
@@ -78,7 +78,7 @@ def test_a_probe_waits_for_no_request_that_is_read(service, busy_intake):
 
 def test_an_abort_waits_for_no_request_that_is_read_and_is_taken_in_by_a_full_server(service, engine, busy_intake):
     engine.stats["num_waiting_tokens"] = 1 << 40
-    assert answer_to(service, abort="nobody's")["aborted"] is False
+    assert answer_to(service, abort="unknown")["aborted"] is False
     engine.stats["num_waiting_tokens"] = 0
     sender = FakeSender()
     service.submit(a_payload(text='so much of "abort"' + " more" * wire.request.MAX_URGENT_BYTES), sender)
@@ -111,7 +111,7 @@ def test_what_waits_to_be_read_counts_as_waiting(make, engine, monkeypatch):
     assert {sender.final["error_code"] for sender in (first, *waiting)} == {400}
 
 
-def test_metrics_are_told_with_a_probe_that_asks_for_them(service):
+def test_metrics_are_returned_with_a_probe_that_asks_for_them(service):
     assert answer_to(service, probe=True)["metrics"] is None
     metrics = answer_to(service, probe="metrics")["metrics"]
     assert ["llm_requests_running", "gauge", "Requests in the batch", [], 1, ""] in metrics

@@ -29,14 +29,14 @@ def test_a_request_is_answered_as_its_tokens_come(service, engine):
     assert service.latency.num_ended == {"length": 1}
 
 
-@pytest.mark.parametrize(("max_dec_len", "told"), [(50, None), (51, 50)])
-def test_the_first_response_tells_to_what_the_length_of_the_answer_was_reduced(service, engine, max_dec_len, told):
+@pytest.mark.parametrize(("max_dec_len", "reported"), [(50, None), (51, 50)])
+def test_the_first_response_tells_to_what_the_length_of_the_answer_was_reduced(service, engine, max_dec_len, reported):
     sender = service.ask([1, 2], max_dec_len=max_dec_len, cut_max_dec_len=True)
     engine.give([1, 2], b"ab")
     wait_until(lambda: sender.sent)
     engine.give([1, 2], b"cd", "length")
     assert sender.final["finish_reason"] == "length"
-    assert [fields.get("max_dec_len") for fields, _ in sender.sent] == [told, None]
+    assert [fields.get("max_dec_len") for fields, _ in sender.sent] == [reported, None]
 
 
 @pytest.mark.parametrize(
@@ -174,12 +174,12 @@ def test_an_owner_has_no_more_requests_at_once_than_allowed_and_others_are_not_h
     assert third.final["tokens_all"] == "x"
 
 
-def test_where_a_request_stands_is_told_to_the_engine_and_a_key_cannot_be_made_more_urgent(service, engine):
+def test_the_engine_gets_the_queue_position_and_an_api_key_cannot_be_made_more_urgent(service, engine):
     for number, (priority, owner) in enumerate([(-3, {}), (-3, {"name": "a", "priority": 1}), (2, {"name": "a"})]):
         sender = service.ask([number + 1], str(number), priority=priority, **({"_owner": owner} if owner else {}))
         engine.give([number + 1], b"x", "length")
         assert sender.final
-    assert engine.standings == [("", -3), ("a", 1), ("a", 2)]
+    assert engine.queue_positions == [("", -3), ("a", 1), ("a", 2)]
 
 
 def test_a_machine_that_only_holds_ranks_refuses_and_names_the_one_that_serves(make, engine):
@@ -236,7 +236,7 @@ def test_tokens_of_an_ended_request_do_not_reach_the_next_with_its_req_id(servic
     assert second.final["tokens_all"] == "z"
 
 
-def test_tokens_that_come_during_a_slow_send_are_merged_and_nobody_else_waits(service, engine):
+def test_tokens_that_arrive_during_a_slow_send_are_merged_and_no_other_request_waits(service, engine):
     gate, entered = threading.Event(), threading.Event()
     slow = service.ask([1], "slow", before_send=lambda fields, final: (entered.set(), gate.wait(PATIENCE_S)))
     engine.give([1], b"a")

@@ -14,7 +14,7 @@ from tests.pure.service_fakes import FakeSender, a_payload, answer_to
 
 
 def announce(path, stopping):
-    """All of it or nothing, as the supervisor does."""
+    """Write the announcement atomically, as the supervisor does."""
     partial = path.with_suffix(".partial")
     partial.write_text(stopping.text())
     partial.replace(path)

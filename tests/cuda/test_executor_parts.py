@@ -109,7 +109,7 @@ STEPS = {
 @with_garbage
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
-    """And writes the same keys and values. Tables are longer than this step needs, and dirty."""
+    """It also writes the same keys and values. Tables are longer than this step needs, and contain old blocks."""
     rows, shape = STEPS[case]
     executor = CudaExecutor(exported("qwen2"), SETTINGS, device.type)
     executor.allocate(9)
@@ -141,7 +141,7 @@ def on_device(inputs, empty, device):
 
 
 def step_inputs(rows):
-    """Of (request, context, tokens); the last token of each gives logits, of several after a context each."""
+    """Return the inputs of rows (request, context, tokens). The last token of each row gives logits."""
     rng = np.random.default_rng(0)
     counts = np.array([count for _, _, count in rows])
     starts = np.cumsum([0, *counts])
@@ -171,7 +171,7 @@ def test_a_step_that_wants_its_rows_in_another_order_is_none_of_decodes(device):
 
 
 def test_padding_of_several_cache_groups_has_blocks_for_all_its_tokens(device):
-    """Its rows are those of requests in other shapes, whose blocks are left behind what a step writes."""
+    """Its rows are those of requests in other shapes, whose blocks remain behind those that a step writes."""
     graphs = StepGraphs(dataclasses.replace(SETTINGS, use_cudagraph=False), 8, device, num_groups=2)
     graphs.null_block = 9
     tables = [np.full((2, 1), group, np.int32) for group in range(2)]
@@ -189,9 +189,10 @@ def test_positions_in_three_rows_are_filled_up_at_the_end_of_each(device):
     assert not not_captured({"positions": positions}, empty)
 
 
-def test_a_decode_step_is_also_told_how_to_choose(device):
-    """Each number in its place, whatever its type; nobody's rows take the likeliest token for nobody's slot. Of more
-    choices than the graph has rows it is told nothing."""
+def test_a_captured_decode_step_takes_sampling_inputs(device):
+    """Each number is in its place, whatever its type. Padding rows are greedy and use the padding slot. With more rows
+    than the graph has, none of these inputs is written.
+    """
     inputs, empty = step_inputs([(0, 17, 1), (2, 64, 1), (1, 3, 1)]), empty_step(Shape(4, 4, 4), 9)
     choice = {
         "seed": np.array([2**64 - 1, 5, 6], np.uint64),
@@ -215,8 +216,10 @@ def test_a_decode_step_is_also_told_how_to_choose(device):
     assert array(apart(on_device(inputs | forked, empty, device), empty)["slots"]).tolist() == [9] * 4
 
 
-def test_steps_take_what_they_were_told_in_turn(device):
-    """Also when the next one is told before; rows of tables have room behind them, which stays as it is."""
+def test_steps_load_their_inputs_in_turn(device):
+    """The inputs of the next step may be written earlier. Rows of tables are longer than what is written, and the rest
+    is unchanged.
+    """
     buffers = StepBuffers(2, 3000, 4, device)
     numbers = torch.zeros(1001, dtype=torch.int32, device=device)
     tables = torch.full((3, 50), -1, dtype=torch.int32, device=device)
@@ -273,7 +276,7 @@ def test_a_block_is_copied_in_every_layer(device):
         tensor.copy_(torch.arange(4, device=device).view(4, 1, 1, 1, 1) + 10 * number)
     caches.copy([Copy(0, 0, 0, source=1, target=2), Copy(0, 0, 0, source=2, target=0)])
     blocks = [tensor[:, 0, 0, 0, 0].tolist() for tensor in caches.tensors.values()]
-    assert blocks == [[1, 1, 1, 3], [11, 11, 11, 13]]  # the last one is nobody's
+    assert blocks == [[1, 1, 1, 3], [11, 11, 11, 13]]  # the last one is padding
 
 
 def test_more_blocks_than_fit_are_refused_by_the_name_of_the_setting(exported, device, monkeypatch):

@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2_grpc
 from engine.wire.triton import LENGTH_BYTES, infer_request, request_of
 from tests.patience import wait_until
 from tests.server import a_server, running_server
-from tests.triton.unharmed import pids
+from tests.triton.server_checks import pids
 
 ROOT = Path(__file__).resolve().parents[2]
 CERTIFICATES = ROOT / "tests" / "certificates"
@@ -39,7 +39,7 @@ def a_started_server(folder, **env):
 
 
 async def post(session, server, body):
-    """Status and the last line. `body` is an object or its text."""
+    """Return the status and the last line. `body` is an object or its text."""
     data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
     async with session.post(f"{server.http_url}/v1/completions", data=data) as response:
         return response.status, json.loads((await response.read()).splitlines()[-1])
@@ -51,7 +51,9 @@ def http_session():
 
 
 async def ask(stub, body, note=lambda: None):
-    """The objects of a stream over gRPC. `body` is an object or its text, `note` is told of each response."""
+    """Return the objects of a stream over gRPC. `body` is an object or its text; `note` is called with each
+    response.
+    """
     request = request_of(body) if isinstance(body, bytes) else infer_request(body)
     found = []
     async for response in stub.ModelStreamInfer(iter([request])):

@@ -1,12 +1,12 @@
 """Effect of a change on speed: the engines of two or more trees of this project in turn, on the same weights.
 
     git worktree add ../before main~1
-    python -m benchmarks.turns build/bench/exported/qwen2.5-0.5b-... ../before . --cases 1x32x32 8x32x16 32x128x2
+    python -m benchmarks.compare_trees build/bench/exported/qwen2.5-0.5b-... ../before . --cases 1x32x32 8x32x16
 
 With --http the server of this tree takes turns, too, with a client for each request, which shows the cost of the path
 to the clients.
 
-    python -m benchmarks.turns build/bench/exported/qwen2.5-0.5b-... . --http --cases 1x128x64 8x128x64 32x128x64
+    python -m benchmarks.compare_trees build/bench/exported/qwen2.5-0.5b-... . --http --cases 1x128x64 8x128x64
 
 A machine drifts within a minute by more than most changes gain. So the engines of all trees are loaded, and each
 answers a case of about a second while the others wait. For each tree the benchmark prints its median and, relative to
@@ -116,10 +116,10 @@ def main() -> None:
                     turns[name].append(takers[name].turn(case))
             for rate in RATES:
                 names = [name for name in takers if rate in turns[name][0]]
-                print(f"{case:12}{rate:15}", "   ".join(told(turns, name, rate) for name in names), flush=True)
+                print(f"{case:12}{rate:15}", "   ".join(cell_of(turns, name, rate) for name in names), flush=True)
 
 
-def told(turns: Turns, name: str, rate: str) -> str:
+def cell_of(turns: Turns, name: str, rate: str) -> str:
     """Return a tree's median and its ratio to the first tree. The first turn, which allocates the buffers, is not
     counted."""
     own, first = ([turn[rate] for turn in turns[each][1:]] for each in (name, next(iter(turns))))

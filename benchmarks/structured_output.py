@@ -1,6 +1,6 @@
 """Cost of structured output per step with a large vocabulary: masks, grammars and compilation.
 
-    python -m benchmarks.forms
+    python -m benchmarks.structured_output
 
 32 requests follow one schema over a synthetic vocabulary of 151,936 words; tokens are sampled at random among the
 allowed ones. Times are milliseconds per step of 32 requests, including the worker process that computes them. Masks are
@@ -78,17 +78,19 @@ class Words:
 
 
 def main() -> None:
-    from benchmarks.forms import Words as Imported  # a worker process cannot import classes from __main__
+    from benchmarks.structured_output import Words as Imported  # a worker process cannot import classes from __main__
 
     grammars = GrammarPool(Imported, VOCAB_SIZE)  # type: ignore[arg-type]
     grammars.wait_until_loaded()
-    form = (
+    structured_output = (
         "guided_json",
         write_grammar(STRUCTURED_OUTPUT_FIELDS["guided_json"]("guided_json", SCHEMA), any_whitespace=False),
     )
     requests, compiled_s = [], []
     for index in range(NUM_ROWS):
-        request = Request(str(index), [1], 1, Sampling(1000, stop_token_ids=(EOS_ID,), structured_output=form))
+        request = Request(
+            str(index), [1], 1, Sampling(1000, stop_token_ids=(EOS_ID,), structured_output=structured_output)
+        )
         started = time.perf_counter()
         begun = grammars.begin(request)
         while not begun.done():

@@ -1,6 +1,6 @@
 """Cost of the path to the clients: streams of tokens through the whole server, and the CPU time of each process.
 
-    python -m benchmarks.front --model-dir demo_model --streams 32 256
+    python -m benchmarks.http_overhead --model-dir demo_model --streams 32 256
 
 Every stream is one client that streams an answer over gRPC (`--protocol http`: over HTTP); all begin at once. Figures
 are medians of --repeats runs after a warm-up: tokens and responses per second, and for each process of the server and

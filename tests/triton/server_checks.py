@@ -1,5 +1,6 @@
-"""That a whole server takes no harm: its processes are the same afterwards, its logs and answers have nothing of the
-inside in them."""
+"""Checks that a whole server is unharmed after a test: its processes are the same, and its logs and answers contain no
+internals.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ PROCESSES = ("supervisor", "engine", "tritonserver", "stub", "gateway-0", "healt
 
 @contextlib.contextmanager
 def unbroken_server(folder, env):
-    """All of its processes run until the end, and none of them logs a traceback."""
+    """Run a server. All of its processes must run until the end, and none may log a traceback."""
     with running_server(folder, env) as running:
         before = wait_until(lambda: pids(running))  # the supervisor notes the stub a moment later
         yield running
@@ -46,7 +47,7 @@ def a_stub(server):
 
 
 def said(ask):
-    """All that came back, as one text with nothing of the inside in it."""
+    """Return all that came back as one text, and check that it contains no internals."""
     try:
         text = "".join(map(str, ask()))
     except grpc.RpcError as error:

@@ -1,6 +1,6 @@
 """Benefit of SWAP_SPACE on one GPU: conversations whose prefixes do not fit into the KV cache.
 
-    python -m benchmarks.swap llama-3-8b --swap-space 0 24
+    python -m benchmarks.host_cache llama-3-8b --swap-space 0 24
 
 Each conversation begins with --context tokens and adds --said tokens per turn. The benchmark measures the time to first
 token when conversations take turns one after another, so that each finds its prefix evicted by the others, and when all

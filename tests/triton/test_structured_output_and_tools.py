@@ -1,4 +1,4 @@
-"""Answers of a given form, tools and thoughts from the whole server, with the clients of every protocol."""
+"""Tests of structured output, tools and reasoning of the whole server, with the clients of every protocol."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_an_answer_to_a_schema_is_valid_streamed_or_not(client):
         assert whole.choices[0].finish_reason == "stop"
 
 
-def test_an_agent_gets_calls_or_words_of_its_form_with_nothing_in_them_that_was_not_named(client):
-    """Agents send tools and the form of their last answer with every request; schemas seldom forbid others."""
+def test_an_agent_gets_calls_or_text_of_its_schema_without_unnamed_properties(client):
+    """Agents send tools and the format of their last answer with every request; schemas seldom forbid others."""
     city = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": city}}]
     wanted = {"type": "json_schema", "json_schema": {"name": "city", "schema": city}}
-    told = set()
+    reported = set()
     for seed in range(12):
         fields = {
             "tools": tools,
@@ -77,8 +77,8 @@ def test_an_agent_gets_calls_or_words_of_its_form_with_nothing_in_them_that_was_
         answer = chat(client, **fields).choices[0]
         calls = answer.message.tool_calls
         assert json.loads(calls[0].function.arguments if calls else answer.message.content) == {"city": "Rome"}
-        told.add(answer.finish_reason)
-    assert told == {"stop", "tool_calls"}
+        reported.add(answer.finish_reason)
+    assert reported == {"stop", "tool_calls"}
 
 
 class Capital(pydantic.BaseModel):
@@ -91,21 +91,21 @@ def test_the_clients_own_parser_gets_its_object(client):
     assert isinstance(answer.choices[0].message.parsed, Capital)
 
 
-def test_the_native_protocol_has_every_kind_of_form(server):
-    for form, regex in (
+def test_the_native_protocol_has_every_kind_of_structured_output(server):
+    for output_format, regex in (
         ({"guided_choice": ["Paris", "London"]}, "Paris|London"),
         ({"guided_regex": "[A-Z][a-z]{2,9}!"}, "[A-Z][a-z]{2,9}!"),
         ({"guided_grammar": 'root ::= "(" root ")" | [0-9]'}, r"\(*[0-9]\)*"),
         ({"response_format": {"type": "json_object"}}, r"\{(.|\n)*"),
     ):
         status, answer = post(
-            server, "/v1/chat/completions", {"messages": CHAT, "req_id": "f", "max_dec_len": 60, **form}
+            server, "/v1/chat/completions", {"messages": CHAT, "req_id": "f", "max_dec_len": 60, **output_format}
         )
         assert status == 200
         assert re.fullmatch(regex, answer["result"]), answer["result"]
 
 
-def test_grpc_has_the_same_forms_with_several_answers(server):
+def test_grpc_has_the_same_structured_output_with_several_answers(server):
     with GrpcStream(server) as stream:
         stream.ask({"text": "A capital?", "req_id": "g", "guided_choice": ["Paris", "Rome"], "n": 3, "max_dec_len": 9})
         texts = {}
@@ -124,12 +124,12 @@ HOSTILE = {
 }
 
 
-def test_a_hostile_form_gets_a_400_and_others_their_answers(server):
+def test_a_hostile_grammar_gets_a_400_and_others_their_answers(server):
     good = {"messages": CHAT, "guided_choice": ["Paris", "London"], "max_dec_len": 9}
     with ThreadPoolExecutor(12) as pool:
         answers = [pool.submit(post, server, "/v1/chat/completions", {**good, "req_id": f"good {i}"}) for i in range(8)]
-        for field, form in HOSTILE.items():
-            body = {"messages": CHAT, "req_id": field, field: form}
+        for field, output_format in HOSTILE.items():
+            body = {"messages": CHAT, "req_id": field, field: output_format}
             status, answer = post(server, "/v1/chat/completions", body)
             assert (status, answer["error_type"]) == (400, "invalid_request")
             assert f"`{field}" in answer["error_msg"]
@@ -137,7 +137,7 @@ def test_a_hostile_form_gets_a_400_and_others_their_answers(server):
     wait_until_idle(server)
 
 
-def test_what_of_a_schema_is_not_enforced_is_refused_or_told(client):
+def test_unenforced_keywords_of_a_schema_are_refused_or_reported(client):
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 3, "maxItems": 3}
     wanted = {"type": "json_schema", "json_schema": {"name": "letters", "schema": schema}}
     with pytest.raises(openai.BadRequestError, match=r"`response_format.* uniqueItems at \$;"):
@@ -170,7 +170,7 @@ def test_an_error_in_the_schema_of_a_tool_names_the_tool(client):
     assert message == 'The `tools` cannot be compiled: function "broken": Invalid type: objekt'
 
 
-def test_an_answer_of_a_form_is_the_same_when_the_engine_is_killed_in_its_middle(server):
+def test_structured_output_is_the_same_when_the_engine_is_killed_in_its_middle(server):
     items = {
         "type": "array",
         "items": {"type": "string", "minLength": 3, "maxLength": 9},
@@ -222,7 +222,7 @@ def test_tools_that_may_be_called_leave_words_as_they_are(client):
 # --- a chat in other words ------------------------------------------------------------------------------------------
 
 
-def test_a_response_says_what_a_chat_does_whole_streamed_and_of_a_given_form(client):
+def test_a_response_equals_a_chat_in_one_piece_streamed_and_with_structured_output(client):
     expected = chat(client, temperature=0).choices[0].message.content
     asked = {"model": "demo", "input": CHAT, "temperature": 0, "max_output_tokens": 200}
     whole = client.responses.create(**asked)
