@@ -14,6 +14,7 @@ RANK_TABLES = "Ascend: prefill and decode on separate instances"
 
 # (document, environment and options of a start, the variables that it sets | the error)
 Started = dict[str, str]
+OF_TOOL = "is not supported: it is an option of pd_ranktable_tools.py"
 ONE_ROLE = "is not supported: prefill and decode run in the same server"
 GRAPHS = [
     *[1, 2, 4],
@@ -158,12 +159,12 @@ OF_RANK_TABLES: tuple[tuple[str, Started | str], ...] = (
         "NODE_PORTS=8088,8089 USE_OPENAI=1 LLM_TOOLS_PATH=/tools " + START_SERVERS.format(9000),
         {"MAX_MODEL_LEN": "4096", "BATCH_SIZE": "256", "SERVED_MODEL_NAME": "a-name", "SERVICE_HOST": "0.0.0.0"},
     ),
-    *((INSTANCE + START_SERVERS.format(port), ONE_ROLE) for port in (8088, 8089, 9000)),
+    *((INSTANCE + START_SERVERS.format(port), "'global.json', which cannot be read") for port in (8088, 8089, 9000)),
     ("--quantization awq", {}),
     ("--quantization gptq", {}),
     ("--quantization smoothquant", "a8w8 has 8 bits a weight and an activation"),
-    ("--mode gen --prefill-server-list 4,5 --decode-server-list 6,7 --api-server --save-dir ./s", ONE_ROLE),
-    ("--mode merge --global-ranktable-list ./a.json ./b.json --save-dir ./s", ONE_ROLE),
+    ("--mode gen --prefill-server-list 4,5 --decode-server-list 6,7 --api-server --save-dir ./s", OF_TOOL),
+    ("--mode merge --global-ranktable-list ./a.json ./b.json --save-dir ./s", OF_TOOL),
 )
 STARTS = tuple(
     (document, typed, outcome)

@@ -15,7 +15,8 @@ from server_scripts import triton
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("engine", "gateway", "server_scripts", "model_repository", "demo_model")
-NOT_IN_THE_WHEEL = {"server_scripts/start_server", "server_scripts/stop_server", "demo_model/README.md"}
+COMMANDS = {f"server_scripts/{name}" for name in ("start_server", "stop_server", "start_servers.sh")}
+NOT_IN_THE_WHEEL = {*COMMANDS, "demo_model/README.md"}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,13 @@ def test_the_wheel_has_every_file_of_its_packages(wheel):
     expected = set(listed.stdout.splitlines()) - NOT_IN_THE_WHEEL
     assert {"engine/ops/cpu/kernels.cc", "gateway/web/index.html", "model_repository/model/config.pbtxt"} < expected
     assert expected - set(wheel.namelist()) == set()
+
+
+def test_documented_commands_are_on_the_path_after_installation(wheel):
+    [entries] = [wheel.read(name).decode() for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    names = set(re.findall(r"^([\w.]+) =", entries, re.M))
+    assert names == {"start_server", "stop_server", "run_batch", "pd_ranktable_tools.py"}
+    assert [name for name in wheel.namelist() if name.endswith(".data/scripts/start_servers.sh")]
 
 
 def test_the_wheel_asks_for_what_requirements_txt_pins(wheel):
