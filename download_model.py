@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from engine.download.copy import Record, fill
@@ -60,7 +60,7 @@ class DownloadOptions:
     policy: Policy = field(default_factory=Policy)
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ, **others) -> "DownloadOptions":
+    def from_env(cls, environ: Mapping[str, str] = os.environ, **others: Any) -> "DownloadOptions":
         """Read the options from environment variables. Raise DownloadError if one is invalid.
 
         `others` are fields that have no variable: `nnodes`, `mode` and `speculate_dir`.

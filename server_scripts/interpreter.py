@@ -18,7 +18,7 @@ VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
 OLDEST_GLIBC = (2, 35)
 
 
-def find_libpython():
+def find_libpython() -> "str | None":
     """Return the path of the running Python's shared library, or None.
 
     Triton's stub is linked to it, even if this interpreter is not.
@@ -29,7 +29,7 @@ def find_libpython():
     return next(filter(os.path.exists, paths), None)
 
 
-def missing_libpython():
+def missing_libpython() -> str:
     """Return instructions to install the shared library, or "" if it is not missing."""
     if find_libpython() or VERSION == "3.13":  # the tritonserver wheel contains the library for 3.13
         return ""
@@ -42,7 +42,7 @@ def missing_libpython():
     )
 
 
-def problems():
+def problems() -> "list[str]":
     """Return a sentence for each problem of this machine."""
     if VERSION not in VERSIONS:
         return [

@@ -130,7 +130,7 @@ class _Run:
     stop: Stop
     twins: Iterable[Path]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()  # around the record
         self._twins = [(twin, record) for twin in self.twins if (record := Record.load(twin))]
 

@@ -1,10 +1,13 @@
 """Files to download: path, URL and digest. Paths come from servers and are not trusted."""
 
+from __future__ import annotations
+
 import hashlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 CHUNK = 1 << 20  # bytes
 PARTIAL = ".partial"
@@ -73,14 +76,14 @@ def partial_of(target: Path) -> Path:
     return target.with_name(target.name + PARTIAL)
 
 
-def new_hash(digest: str, size: int | None):
+def new_hash(digest: str, size: int | None) -> hashlib._Hash:
     """Return an empty hash of the kind of `digest`. For Git's SHA-1 it contains the header with the size."""
     kind = digest.partition(":")[0]
     prefix = b"blob %d\0" % (size or 0) if kind == "git-sha1" else b""
     return HASHES[kind](prefix, usedforsecurity=False)
 
 
-def chunks_of(file) -> Iterable[bytes]:
+def chunks_of(file: BinaryIO) -> Iterable[bytes]:
     return iter(lambda: file.read(CHUNK), b"")
 
 

@@ -1,12 +1,18 @@
 """Sources of models: the Hugging Face hub, or a mirror of static models. It lists files and fetches none."""
 
+from __future__ import annotations
+
 import logging
 import re
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from engine.download.files import Denied, DownloadError, Listing, RemoteFile, Temporary, check_path
 from engine.download.transfer import Policy, Stop, get_text, http_error, one_line, with_retries
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +77,7 @@ def list_hub(repo_id: str, endpoint: str | None, policy: Policy, stop: Stop) -> 
     return Listing(sorted(files, key=lambda file: (file.path != "config.json", file.size)), info.sha, authorization)
 
 
-def _find_repo(repo_id: str, endpoint: str | None, policy: Policy, stop: Stop):
+def _find_repo(repo_id: str, endpoint: str | None, policy: Policy, stop: Stop) -> ModelInfo:
     try:
         return with_retries(lambda: _model_info(repo_id, endpoint, policy), policy, stop)
     except NotFound:
@@ -86,7 +92,7 @@ class NotFound(DownloadError):
     pass
 
 
-def _model_info(repo_id: str, endpoint: str | None, policy: Policy):
+def _model_info(repo_id: str, endpoint: str | None, policy: Policy) -> ModelInfo:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -107,8 +113,8 @@ def _model_info(repo_id: str, endpoint: str | None, policy: Policy):
         raise Temporary(f"{where}: {str(error) or type(error).__name__}") from None
 
 
-def _digest(sibling, where: str) -> str:
-    """Large files are known by their content's sha256, small ones by git's name for them."""
+def _digest(sibling: RepoSibling, where: str) -> str:
+    """Return the sha256 of a large file, or Git's SHA-1 of a small one, with the name of the hash."""
     if sibling.size is not None and sibling.lfs is not None:
         return f"sha256:{sibling.lfs.sha256}"
     if sibling.size is not None and sibling.blob_id:

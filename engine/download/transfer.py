@@ -9,16 +9,17 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar
 
 from tqdm import tqdm
 
 from engine.download.files import CHUNK, Corrupt, Denied, DownloadError, RemoteFile, Temporary, chunks_of, new_hash
 from engine.file_lock import unfollowed
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_TEXT_BYTES = 16 << 20  # of a list of files: a hundred thousand of them
@@ -69,7 +70,7 @@ class Progress:
         self._bar.close()
 
 
-def with_retries(attempt: Callable, policy: Policy, stop: Stop, mark: Callable[[], int] = lambda: 0):
+def with_retries(attempt: Callable[[], T], policy: Policy, stop: Stop, mark: Callable[[], int] = lambda: 0) -> T:
     """Call `attempt` until it succeeds, retrying as `policy` says. `mark` returns the progress so far: an attempt that
     got further than all before it does not count as failed.
     """
@@ -176,7 +177,7 @@ class Transfer:
             request.add_header("Range", f"bytes={have}-")
         return request
 
-    def _body(self, response: http.client.HTTPResponse, size: int | None, have: int):
+    def _body(self, response: http.client.HTTPResponse, size: int | None, have: int) -> Iterator[bytes]:
         """Yield the body in pieces as they arrive, so that a broken connection loses no received data."""
         while size is None or have < size:
             try:
@@ -193,7 +194,9 @@ class Transfer:
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """The token goes along on its own server, where the hub redirects small files, and to no other."""
 
-    def redirect_request(self, req, fp, code, *others):
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, *others: Any
+    ) -> urllib.request.Request | None:
         code = 307 if code == 308 else code  # Python 3.10 does not know 308
         new = super().redirect_request(req, fp, code, *others)
         authorization = req.unredirected_hdrs.get("Authorization")

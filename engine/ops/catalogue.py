@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from dataclasses import replace
+from typing import Any
 
 from engine.ops.catalogue_experts import mixture_ops
 from engine.ops.catalogue_latent import LATENT_OPS
@@ -22,7 +23,7 @@ FP8 = ("linear_fp8", "linear_a8w8_fp8")
 BYTES = "y[t, n] = scale[n] · sum_k x[t, k] · weight[n, k] + bias[n]"
 
 
-def op(name: str, inputs: str, outputs: str, given: str = "", *, formula: str, **more) -> Op:
+def op(name: str, inputs: str, outputs: str, given: str = "", *, formula: str, **more: Any) -> Op:
     return Op(name, arrays(inputs), arrays(outputs), attributes(given), formula, **{"header": f"{name}.h", **more})
 
 

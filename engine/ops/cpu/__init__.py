@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
 from engine.errors import SetupError
 from engine.ops.cpu.calls import NUMBER
@@ -55,7 +56,7 @@ def set_num_threads(count: int) -> None:
     c_library().llm_set_num_threads(count)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """Return an op of the default instruction set."""
     if name not in NUMBER and (name.startswith("_") or name not in vars(CpuOps)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,7 +40,7 @@ class Membership:
     def ranks_per_host(self) -> int:
         return self.num_ranks // self.num_hosts
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.num_ranks < 1 or self.num_ranks % self.num_hosts:
             raise ValueError(f"num_ranks is {self.num_ranks}, it must be a multiple of num_hosts, {self.num_hosts}")
         if not 0 <= self.rank < self.num_ranks:

@@ -53,7 +53,7 @@ def need_ids(op: str, name: str, ids: np.ndarray, end: int) -> None:
 class CpuOps:
     """The ops of one instruction set. Signatures and results are those of `engine.ops.reference`."""
 
-    def __init__(self, lib: ctypes.CDLL, table):
+    def __init__(self, lib: ctypes.CDLL, table: Any):
         self._lib, self._table, self.kernels = lib, table, table.contents
         self.isa: str = self.kernels.isa.decode()
 

@@ -12,7 +12,7 @@ from engine.ops.catalogue import CPU_OPS
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 
 
-def _function(*argtypes, returns=None):
+def _function(*argtypes: type, returns: type | None = None) -> type:
     return ctypes.CFUNCTYPE(returns, *argtypes)
 
 

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 from engine.ops import build
 from engine.ops.catalogue import EXPORTED
@@ -33,7 +34,7 @@ def _function(declared: Op) -> Callable:
     name, num_inputs = declared.name, len(declared.inputs)
     attributes = [each.name for each in declared.attributes]
 
-    def op(*inputs, **values):
+    def op(*inputs: Any, **values: Any) -> Any:
         if values.keys() != set(attributes):
             raise TypeError(f"{name}: attributes are {', '.join(attributes)}, not {', '.join(values)}")
         missing = [None] * (num_inputs - len(inputs))
