@@ -135,7 +135,7 @@ class RunningQueue:
         self._arrivals, self.cache.copies = [], []
         return changes
 
-    def has_room(self, request: Request) -> bool:
+    def allocate_or_preempt(self, request: Request) -> bool:
         """Allocate a block for the next position of `request`, preempting the youngest requests if necessary. Return
         False if `request` itself was preempted."""
         while True:

@@ -205,7 +205,7 @@ class Scheduler:
             if num_left > 1 or not request.prompt_outputs_sent:
                 if num_left or request.forks:
                     has_room = start < request.room or not num_left
-                    if has_room or (request.slot >= 0 and self._queue.has_room(request)):
+                    if has_room or (request.slot >= 0 and self._queue.allocate_or_preempt(request)):
                         in_prompt.append(request)
                     continue
             if start == len(request.token_ids):  # the previous step still samples its last token
@@ -213,7 +213,7 @@ class Scheduler:
                     continue  # which is the last one
                 token_ids = [PENDING]
             last = start + request.num_unverified if may_draft else start  # at most
-            if last >= request.room and (request.slot < 0 or not self._queue.has_room(request)):
+            if last >= request.room and (request.slot < 0 or not self._queue.allocate_or_preempt(request)):
                 continue  # it was preempted
             num_sampled, max_drafts = 1, 0
             if (may_draft or request.grammar) and not request.in_lockstep:

@@ -92,7 +92,7 @@ def _samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
             yield Sample(
                 "llm_requests_ended_total",
                 COUNTER,
-                "RequestRecord requests by reason",
+                "Ended requests by reason",
                 (("reason", reason),),
                 latency.num_ended.get(reason, 0),
             )

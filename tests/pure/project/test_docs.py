@@ -238,6 +238,7 @@ def test_the_table_of_endpoints_has_every_route():
 def test_every_field_of_openai_that_is_passed_on_or_refused_is_named():
     section = text_of("docs/api.md").partition("## OpenAI's API")[2]
     assert {*PASSED_ON, *OF_PROMPT, *REFUSED} - set(code_words(section)) == set()
+    assert {*PASSED_ON, *OF_PROMPT} & {*REFUSED} == set()
 
 
 # --- docs/metrics.md ------------------------------------------------------------------------------------------------
