@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 from safetensors.numpy import load_file, save_file
 
-PREFIXES = {"ernie4_5": "ernie", "llama": "llama", "qwen2": "qwen2"}
+PREFIXES = {"ernie4_5": "ernie", "ernie4_5_moe": "ernie", "llama": "llama", "qwen2": "qwen2"}
 Tensors = dict[str, np.ndarray]
 
 
@@ -46,7 +46,7 @@ def _save(tensors: Tensors, path: Path) -> None:
 def _in_paddle(tensors: Tensors, config: dict) -> Tensors:
     prefix, made = PREFIXES[config["model_type"]], {}
     for name, array in tensors.items():
-        is_matrix = "_proj." in name or name == "lm_head.weight"
+        is_matrix = "_proj." in name or name.endswith("mlp.gate.weight") or name == "lm_head.weight"
         turned = np.ascontiguousarray(array.T) if is_matrix and array.ndim == 2 else array
         made[name.replace("model.", f"{prefix}.", 1) if name.startswith("model.") else name] = turned
     if prefix == "ernie":

@@ -1,4 +1,4 @@
-"""Reads checkpoints in Paddle's format: ERNIE 4.5 without experts, Llama and Qwen2.
+"""Reads checkpoints in Paddle's format: ERNIE 4.5 with and without experts, Llama and Qwen2.
 
 Paddle stores linear layers as [in, out]. ERNIE stores query, key and value in one matrix, and gate and up in another.
 This module converts names and matrices to those of transformers. The files are safetensors or pickled *.pdparams.
@@ -18,7 +18,14 @@ import numpy as np
 from engine.models.keys import ModelError, whole_number
 from engine.models.stored import NAMES, Joined, Stored, slices
 
-PREFIXES = {"ernie4_5": "ernie.", "llama": "llama.", "qwen2": "qwen2."}  # model_type -> prefix of the names of tensors
+PREFIXES = {  # model_type -> prefix of the names of tensors
+    "ernie4_5": "ernie.",
+    "ernie4_5_moe": "ernie.",
+    "llama": "llama.",
+    "qwen2": "qwen2.",
+}
+ERNIE = ("ernie4_5", "ernie4_5_moe")
+TURNED = ("_proj", ".mlp.gate")  # ends of the names of linear layers, with the router of a mixture of experts
 LM_HEAD = "lm_head.weight"
 ERNIE_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # Paddle's, for keys that are missing
 LOADABLE = {  # all that unpickling an array needs; other names could run code
@@ -73,7 +80,7 @@ def as_in_transformers(keys: dict[str, Any], tensors: dict[str, Stored]) -> tupl
     if keys.get("compression_ratio", 1) != 1:
         raise ModelError(f"config.json: compression_ratio is {keys['compression_ratio']!r}, supported is 1")
     heads = whole_number(keys, "num_attention_heads")
-    if model_type == "ernie4_5":
+    if model_type in ERNIE:
         widths = {"head_dim": whole_number(keys, "hidden_size") // heads, "num_key_value_heads": heads}
         keys = ERNIE_DEFAULTS | widths | {key: value for key, value in keys.items() if value is not None}
     is_tied = LM_HEAD not in tensors or bool(keys.get("tie_word_embeddings"))
@@ -81,7 +88,7 @@ def as_in_transformers(keys: dict[str, Any], tensors: dict[str, Stored]) -> tupl
     for name, stored in tensors.items():
         ours = f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
         layer, _, end = ours.rpartition(".")
-        if layer.endswith("_proj"):
+        if layer.endswith(TURNED):
             for part, spans in _parts(layer, stored.get_shape()[-1], keys).items():
                 made[f"{part}.{end}"] = Turned(stored, spans)
         elif ours == LM_HEAD and not is_tied:
@@ -98,7 +105,7 @@ def _parts(layer: str, width: int, keys: Mapping[str, Any]) -> dict[str, Sequenc
         return {f"{block}.gate_proj": ((0, width // 2),), f"{block}.up_proj": ((width // 2, width),)}
     if name != "qkv_proj":
         return {layer: ((0, width),)}
-    if keys["model_type"] != "ernie4_5":
+    if keys["model_type"] not in ERNIE:
         raise ModelError(f"tensor {layer} is fused: save the checkpoint with fuse_attention_qkv=False")
     heads, kv_heads = (whole_number(keys, f"num_{kind}_heads") for kind in ("attention", "key_value"))
     size, rest = divmod(width, heads + 2 * kv_heads)

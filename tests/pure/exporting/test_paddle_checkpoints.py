@@ -15,6 +15,7 @@ from engine.models.keys import ModelError
 from engine.models.paddle_checkpoint import Turned
 from engine.models.stored import Joined
 from tests.checkpoints import make_checkpoint
+from tests.family_checkpoints import make_checkpoint as make_family
 from tests.paddle_checkpoints import make_paddle_checkpoint
 
 
@@ -30,12 +31,14 @@ def params_of(source, out, num_ranks=1, **options):
         ("ernie4_5", {"num_key_value_heads": 4, "use_bias": False}, "model.safetensors", {"num_ranks": 2}),
         ("ernie4_5", {"tie_word_embeddings": False, "use_bias": False}, "model_state.pdparams", {}),
         ("ernie4_5", {"torch_dtype": "bfloat16"}, "shards", {"quant_type": "weight_only_int8"}),
+        ("ernie4_5_moe", {}, "model.safetensors", {"num_ranks": 2}),
         ("llama", {}, "model.safetensors", {"num_ranks": 2}),
         ("qwen2", {}, "model_state.pdparams", {}),
     ],
 )
 def test_every_number_of_the_checkpoint_is_found_again(family, given, files, options, tmp_path):  # noqa: PLR0913
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", family, **given)
+    make = make_family if family == "ernie4_5_moe" else make_checkpoint
+    checkpoint = make(tmp_path / "checkpoint", family, **given)
     in_paddle = make_paddle_checkpoint(checkpoint, tmp_path / "paddle", files, torch_dtype=None)
     wanted = params_of(checkpoint, tmp_path / "wanted", **options)
     found = params_of(in_paddle, tmp_path / "found", **options)
