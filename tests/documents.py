@@ -160,6 +160,7 @@ OF_RANK_TABLES: tuple[tuple[str, Started | str], ...] = (
         {"MAX_MODEL_LEN": "4096", "BATCH_SIZE": "256", "SERVED_MODEL_NAME": "a-name", "SERVICE_HOST": "0.0.0.0"},
     ),
     *((INSTANCE + START_SERVERS.format(port), "'global.json', which cannot be read") for port in (8088, 8089, 9000)),
+    ("USE_OPENAI=0 NODE_PORTS=8088", "/v1/completions takes the same fields"),
     ("--quantization awq", {}),
     ("--quantization gptq", {}),
     ("--quantization smoothquant", "a8w8 has 8 bits a weight and an activation"),
@@ -206,6 +207,7 @@ COMMANDS = (
     (PADDLENLP, "docker build -f ./dockerfiles/Dockerfile_serving_cuda124_cudnn9"),
     (PADDLENLP, "git clone https://github.com/PaddlePaddle/PaddleNLP.git"),
     (PADDLENLP, "nvidia-smi"),
+    (PADDLENLP, "ls /models/"),
     (PARAMETERS, "@support_graph_optimization"),
     (ERNIE, "python -m fastdeploy.entrypoints.openai.api_server"),
     (RANK_TABLES, "sh start_servers.sh"),
@@ -220,7 +222,10 @@ COMMANDS = (
     (RANK_TABLES, "docker -v"),
     (RANK_TABLES, "yum install -y docker-engine"),
     (RANK_TABLES, "sysctl -p"),
+    (RANK_TABLES, "sed -i s/net.ipv4.ip_forward"),
     (RANK_TABLES, "df -h"),
+    (RANK_TABLES, "docker images"),
+    (RANK_TABLES, "curl http://"),
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

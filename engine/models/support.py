@@ -75,7 +75,7 @@ FAMILIES = (
     FamilySupport("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", ONLY_CPUS),
     FamilySupport("qwen3_moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", ONLY_CPUS),
     FamilySupport("olmoe", "OLMoE", ONLY_CPUS),
-    FamilySupport("ernie4_5_moe", "ERNIE 4.5 with experts (21B-A3B, 300B-A47B), PyTorch checkpoints", ONLY_CPUS),
+    FamilySupport("ernie4_5_moe", "ERNIE 4.5 with experts (21B-A3B, 300B-A47B)", ONLY_CPUS),
     FamilySupport("gpt_oss", "gpt-oss; MXFP4 is converted to another format", ONLY_CPUS),
     FamilySupport("glm4_moe", "GLM-4.5, GLM-4.6", ONLY_CPUS),
     FamilySupport("dots1", "dots.llm1", ONLY_CPUS),

@@ -60,6 +60,7 @@ COMMANDS = (
         SAME_CONTAINER,
     ),
     Command(PADDLENLP, "docker exec -it paddlenlp_serving /bin/bash", "the same"),
+    Command(PADDLENLP, "ls /models/", "the same"),
     Command(
         PADDLENLP,
         "docker run -v $MODEL_PATH:/models IMAGE /bin/bash -c -ex 'start_server $model_name && tail -f /dev/null'",
@@ -102,9 +103,12 @@ COMMANDS = (
     Command(RANK_TABLE, "docker -v", "docker -v"),
     Command(RANK_TABLE, "yum install -y docker-engine.aarch64", "the same", "any Docker of the system"),
     Command(RANK_TABLE, "sysctl -p", "", "with `docker run --network=host` nothing is forwarded"),
+    Command(RANK_TABLE, "sed -i s/net.ipv4.ip_forward=0/.../ /etc/sysctl.conf", "", "nothing is forwarded"),
+    Command(RANK_TABLE, "docker images", "docker images"),
+    Command(RANK_TABLE, "curl http://IP:8080/v1/chat/completions", "curl http://IP:9965/v1/chat/completions"),
     Command(RANK_TABLE, "df -h", "df -h"),
     Command(TGI, "text-generation-launcher --model-id M", "start_server --foreground --model-id M"),
-    Command(LLAMA, "llama-server -m M", "start_server --foreground -m M", "a checkpoint's folder, not a GGUF file"),
+    Command(LLAMA, "llama-server -m M", "start_server --foreground -m M", "M may be a GGUF file"),
 )
 
 DEVIATIONS = (

@@ -38,7 +38,7 @@ ROWS: tuple[OptionRow, ...] = (
     ignored("--usage-stats", "nothing is reported to anybody", TGI),
     refused("--lora-adapters", "--lora-modules name=path", TGI),
     refused("--speculate", "--speculate-method ngram, --speculate-max-draft-token-num N", TGI),
-    sets("-m", "model_name", LLAMA, remark="a checkpoint; a GGUF file is not read"),
+    sets("-m", "model_name", LLAMA, remark="a GGUF file, a checkpoint's folder or a name"),
     sets("--ctx-size", "MAX_MODEL_LEN", LLAMA, aliases=("-c",), remark="of each request, not of all together"),
     sets("--alias", "SERVED_MODEL_NAME", LLAMA, aliases=("-a",)),
     sets("--threads", "CPU_THREADS", LLAMA, aliases=("-t",)),

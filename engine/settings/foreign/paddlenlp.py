@@ -67,7 +67,7 @@ WITHOUT_EFFECT = {
     "USE_DYNAMIC_GRAPH": "the exported graph is what runs",
     "RETURN_FULL_HIDDEN_STATES": "only speculative decoding with a draft model would need them",
     "FLAGS_blha_use_fp32_qk_sum": "scores are always summed in float32",
-    "FLAGS_mla_use_tensorcore": "no model with latent attention is supported",
+    "FLAGS_mla_use_tensorcore": "there is one attention kernel for each device",
     "FLAGS_cascade_attention_max_partition_size": "the number of partitions follows from the load of the GPU",
     "CONFIG_JSON_FILE": "the file is config.json, in MODEL_DIR",
     "FD_MODEL_CONFIG_PATH": "the file is config.json, in MODEL_DIR",

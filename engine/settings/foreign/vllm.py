@@ -8,16 +8,26 @@ from engine.settings.foreign.row import FASTDEPLOY, RANK_TABLE, VLLM, OptionRow,
 ALL = (FASTDEPLOY, VLLM, RANK_TABLE)
 BOTH = (FASTDEPLOY, VLLM)
 OF_CHECKPOINT = "config.json of the checkpoint says how it is quantized"
-FROM_CHECKPOINT = ("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors")
+FROM_CHECKPOINT = (
+    *("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "fbgemm_fp8"),
+    *("modelopt", "modelopt_fp4", "nvfp4", "mxfp4", "gguf"),
+)
 WEIGHTS = {"wint8": "weight_only_int8", "wint4": "weight_only_int4"}
 FP8 = dict.fromkeys(("block_wise_fp8", "fp8"), "weight_only_fp8")
-QUANTIZE = "supported are wint8, wint4, block_wise_fp8, a8w8, and checkpoints in AWQ, GPTQ or compressed-tensors"
+PLAIN = "of the checkpoint with unquantized weights"
+FP8_PRODUCTS = f"a8w8_fp8 has 8-bit floats for weights and activations, and is made {PLAIN}"
+QUANTIZE = (
+    "supported are wint8, wint4, block_wise_fp8, a8w8, a8w8_fp8, and checkpoints in AWQ, GPTQ, compressed-tensors,"
+    " fp8, ModelOpt or GGUF"
+)
 UNSUPPORTED = {
-    "smoothquant": "a8w8 has 8 bits a weight and an activation, and is made of a plain checkpoint",
-    **dict.fromkeys(
-        ("wint2", "w4a8", "w4afp8", "tensor_wise_fp8", "wfp8afp8", "mix_quant", "nvfp4", "mxfp4"), QUANTIZE
-    ),
-    **dict.fromkeys(("bitsandbytes", "gguf", "squeezellm", "aqlm", "modelopt"), QUANTIZE),
+    "smoothquant": f"a8w8 has 8 bits a weight and an activation, and is made {PLAIN}",
+    "wint2": "it is a convolution code of 2 bits whose weights take 64 values, and no kernel here computes with them;"
+    f" wint4 is the smallest, and is made {PLAIN}",
+    **dict.fromkeys(("w4a8", "w4afp8"), f"activations are not quantized beside 4-bit weights; wint4 is made {PLAIN}"),
+    **dict.fromkeys(("tensor_wise_fp8", "wfp8afp8"), FP8_PRODUCTS),
+    "mix_quant": "all matrices have the same type, except those that the checkpoint quantizes; " + QUANTIZE,
+    **dict.fromkeys(("bitsandbytes", "squeezellm", "aqlm"), QUANTIZE),
 }
 IMAGES = "requests with images are not supported"
 SECRET = "other users of the machine can read a command line; set the variable {}"
@@ -51,8 +61,9 @@ ROWS: tuple[OptionRow, ...] = (
         harmless=FROM_CHECKPOINT,
         why=OF_CHECKPOINT,
         refused=UNSUPPORTED,
-        remark="of a plain checkpoint: `wint8`, `wint4`, `block_wise_fp8`, `fp8` or a value of QUANT_TYPE; `awq`,"
-        " `gptq` and `compressed-tensors` are read from the checkpoint",
+        remark="of an unquantized checkpoint: `wint8`, `wint4`, `block_wise_fp8`, `fp8` or a value of QUANT_TYPE;"
+        " `awq`, `gptq`, `compressed-tensors`, `modelopt`, `mxfp4` and `gguf` are read from the checkpoint; `wint2`,"
+        " `w4a8`, `w4afp8`, `wfp8afp8`, `tensor_wise_fp8` and `smoothquant` are refused",
     ),
     sets("--dtype", "DTYPE", VLLM),
     sets("--gpu-memory-utilization", "GPU_MEMORY_UTILIZATION", *BOTH),

@@ -93,7 +93,11 @@ def test_an_option_without_effect_is_accepted_with_a_note():
     ("arguments", "environ"),
     [
         ("--quantization wint4", {"QUANT_TYPE": "weight_only_int4"}),
+        ("--quantization wint8", {"QUANT_TYPE": "weight_only_int8"}),
+        ("--quantization block_wise_fp8", {"QUANT_TYPE": "weight_only_fp8"}),
         ("-q awq", {}),
+        ("--quantization modelopt", {}),
+        ("--quantization gguf", {}),
         ("--uvicorn-log-level info --quantize fp8", {"LOG_LEVEL": "INFO", "QUANT_TYPE": "weight_only_fp8"}),
         ("--use-warmup 1 --enable_prefix_caching=false", {"USE_WARMUP": "1", "ENABLE_PREFIX_CACHING": "0"}),
         ("--max-waiting-time -1", {"QUEUE_TIMEOUT": "0"}),
@@ -132,6 +136,9 @@ def test_values_of_other_servers_are_translated(arguments, environ):
         ('--graph-optimization-config {"cudagraph_only_prefill":true}', "cudagraph_only_prefill is not supported"),
         ('--graph-optimization-config {"cudagraph_capture_sizes":[0]}', "is [0], it must be a list of whole numbers"),
         ("--max-concurrency 49", "--max-concurrency is 49, it must be at least BATCH_SIZE (50)"),
+        ("--quantization wint2", "wint2 is not supported: it is a convolution code of 2 bits"),
+        ("--quantization w4a8", "wint4 is made of the checkpoint with unquantized weights"),
+        ("--quantization wfp8afp8", "a8w8_fp8 has 8-bit floats for weights and activations"),
         ("--max-concurrency many", "--max-concurrency is 'many', it must be a whole number"),
     ],
 )
