@@ -18,7 +18,7 @@ from engine.models.formats import FLOAT32
 from engine.models.weights import Shard, weights_of
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
 from tests.checkpoints import write_tensors
-from tests.mixture_checkpoints import MIXTURES, as_released
+from tests.mixture_checkpoints import MIXTURES, QWEN3_5_MOE, as_released
 
 WINDOW = 128
 COMMON = {
@@ -33,6 +33,11 @@ COMMON = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "vocab_size": 320,
+}
+DRAFTS, READS_IMAGES = "mtp.fc.weight", "model.visual.merger.linear_fc1.weight"
+OTHER_PARTS = {  # tensors of the parts of a checkpoint that draft tokens and read images
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (DRAFTS, READS_IMAGES)),
+    "qwen3_next": (DRAFTS,),
 }
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]}
@@ -160,7 +165,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "mrope_interleaved": True,
         },
     },
-    "qwen3_5": {  # with the other parts of a checkpoint that reads images and drafts tokens
+    "qwen3_5": {
         "architectures": ["Qwen3_5ForCausalLM"],
         "text_config": {
             **COMMON,
@@ -174,6 +179,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "linear_value_head_dim": 32,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         },
+    },
+    "qwen3_5_moe": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "text_config": {**COMMON, **QWEN3_5_MOE, "model_type": "qwen3_5_moe_text", "num_experts": 8},
     },
     "mistral_window": {
         "model_type": "mistral",
@@ -277,13 +286,16 @@ SEEDS: dict[str, int] = {
     "minimax_m2": 4,
     "granitemoe": 4,
     "dots1": 4,
+    "qwen3_5_moe": 1,
+    "qwen3_5_moe_text": 0,
+    "qwen3_next": 0,
 }
 
 
 def prompt_lens(family: str) -> tuple[int, ...]:
     """Return the lengths of the prompts that the family is compared with. LongRoPE in transformers changes in the
     middle of a short one's answer."""
-    if family.startswith("qwen3_5"):
+    if family.startswith(("qwen3_5", "qwen3_next")):
         return (1, 63, 64, 65, 127, 128, 129, 200)
     return (1, 24, 127, 128, 129, 200)[2 * (family == "phi3_long") :]
 
@@ -315,9 +327,8 @@ def random_tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, np.
         values = mean - offsets[name] + scale * rng.standard_normal(shape, np.float32)
         stored = name.replace("model.", "model.language_model.", 1) if "text_config" in config else name
         yield stored, values.astype(np.float32)
-    if "text_config" in config:
-        for name in ("mtp.fc.weight", "model.visual.merger.linear_fc1.weight"):
-            yield name, np.ones(8, np.float32)
+    for name in OTHER_PARTS.get(config["model_type"], ()):
+        yield name, np.ones(8, np.float32)
 
 
 def _distribution(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> tuple[float, float]:

@@ -12,6 +12,19 @@ import numpy as np
 WINDOW = 128
 ROUTED = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 DEEPSEEK = {**ROUTED, "first_k_dense_replace": 1, "n_routed_experts": 8, "norm_topk_prob": True}
+QWEN3_5_MOE = {
+    **ROUTED,
+    "full_attention_interval": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "num_experts": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "shared_expert_intermediate_size": 72,
+}
+STACKED = ("gpt_oss", "granitemoe", "mistral4", "qwen3_5_moe", "qwen3_5_moe_text")  # experts are in one tensor
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],
@@ -55,6 +68,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "head_dim": 20,
         "moe_intermediate_size": 40,
         "moe_k": 3,
+        "moe_layer_interval": 1,
         "moe_layer_start_index": 1,
         "moe_num_experts": 8,
         "moe_num_shared_experts": 2,
@@ -115,6 +129,20 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_local_experts": 6,
         "residual_multiplier": 0.6,
     },
+    "qwen3_next": {
+        **ROUTED,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "mlp_only_layers": [2],
+        "num_experts": 8,
+        "partial_rotary_factor": 0.25,
+        "shared_expert_intermediate_size": 72,
+    },
+    "qwen3_5_moe_text": {**QWEN3_5_MOE, "architectures": ["Qwen3_5MoeForCausalLM"]},
     "dots1": {
         **DEEPSEEK,
         "architectures": ["Dots1ForCausalLM"],
@@ -134,7 +162,7 @@ def as_released(model_type: str, tensors: dict[str, np.ndarray]) -> dict[str, np
     if model_type == "ernie4_5_moe":
         is_bias = "e_score_correction_bias"
         return {name: each[None] if is_bias in name else each for name, each in tensors.items()}
-    if model_type not in ("gpt_oss", "granitemoe", "mistral4"):
+    if model_type not in STACKED:
         return tensors
     of_experts: dict[str, list[np.ndarray]] = {}
     made = {}
@@ -151,7 +179,7 @@ def as_released(model_type: str, tensors: dict[str, np.ndarray]) -> dict[str, np
         if model_type == "granitemoe":
             made[f"{block}.input_linear.weight"] = np.concatenate([gates, ups], axis=1)
             made[f"{block}.output_linear.weight"] = np.stack(down)
-        elif model_type == "mistral4":
+        elif model_type != "gpt_oss":
             made[f"{block}.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
             made[f"{block}.experts.down_proj"] = np.stack(down)
         else:

@@ -116,11 +116,12 @@ def values_of(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndar
     return ((codes - np.repeat(zero, each, 1).astype(np.float32)) * np.repeat(scale, each, 1)).astype(np.float32)
 
 
-def make_quantized(directory: Path, kind: str, family: str = "qwen2") -> tuple[Path, Path]:
+def make_quantized(directory: Path, kind: str, family: str = "qwen2", **sizes: int) -> tuple[Path, Path]:
     """Make a quantized checkpoint, and one with the same numbers as float32."""
     config, write, _ = KINDS[kind]
-    plain = make_checkpoint(directory / "plain", family, **SIZES)
-    quantized = make_checkpoint(directory / "quantized", family, **SIZES, quantization_config=config)
+    make = family_checkpoints.make_checkpoint if family in family_checkpoints.ALL else make_checkpoint
+    plain = make(directory / "plain", family, **SIZES, **sizes)
+    quantized = make(directory / "quantized", family, **SIZES, **sizes, quantization_config=config)
     numbers, stored = load_file(plain / "model.safetensors"), {}
     for seed, (name, tensor) in enumerate(sorted(numbers.items())):
         if not name.endswith("_proj.weight"):
@@ -162,13 +163,13 @@ def make_fp8(
     """Make a checkpoint of 8-bit floats, none of whose sides is a multiple of 128, and one with the same numbers."""
     config, end, sides = FP8_KINDS[kind]
     sizes = {"hidden_size": 264, "intermediate_size": 300, "num_attention_heads": 6, "num_key_value_heads": 2}
-    make = family_checkpoints.make_checkpoint if family in family_checkpoints.FAMILIES else make_checkpoint
+    make = family_checkpoints.make_checkpoint if family in family_checkpoints.ALL else make_checkpoint
     plain = make(directory / "plain", family, **sizes)
     quantized = make(directory / "quantized", family, **sizes, quantization_config=config)
     numbers, stored = load_file(plain / "model.safetensors"), {}
     for name, tensor in numbers.items():
         stored[name] = tensor
-        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight", "_proj_qkvz.weight")):
             rows, columns = (np.arange(size) // (side or size) for size, side in zip(tensor.shape, sides, strict=True))
             shape = (rows[-1] + 1, columns[-1] + 1)
             scale = np.random.default_rng(len(stored)).uniform(0.001, 0.01, shape).astype(np.float32)

@@ -26,7 +26,7 @@ from engine.models.quantize import Codes
 from engine.models.stored import Stored
 from engine.models.weights import Part, Share, Weight
 
-NOT_TEXT = ("model.visual.", "mtp.")  # tensor names of a vision tower and of a layer that drafts tokens
+VISION = "model.visual."  # tensor names of a vision tower
 WEIGHTS = ("model.safetensors", "model_state.pdparams")
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 HEADS = ("lm_head.", "score.")  # tensor names with these prefixes do not get the prefix `model.`
@@ -226,14 +226,11 @@ def open_tensors(directory: Path) -> dict[str, Stored]:
 
 
 def text_part(keys: Mapping[str, Any], tensors: dict[str, Stored]) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """Return config.json and the tensors of the language model alone, if the checkpoint also reads images (Qwen3.5).
-
-    The layer that drafts tokens (MTP) is left out, too.
-    """
+    """Return config.json and the tensors of the language model alone, if the checkpoint also reads images (Qwen3.5)."""
     if not isinstance(keys.get("model_type"), str) or not keys["model_type"].startswith("qwen3_5"):
         return dict(keys), tensors
     outer = {name: value for name, value in keys.items() if name not in ("text_config", "vision_config")}
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(NOT_TEXT)}
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(VISION)}
     renamed = {name.replace("model.language_model.", "model.", 1): tensor for name, tensor in kept.items()}
     return outer | dict(an_object(keys, "text_config")) | {"model_type": keys["model_type"]}, renamed
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from engine.models.decoder import Decoder  # the decoder module imports this one
 
 DECODER = "decoder"  # name of the graph that generates tokens
+MTP = ("mtp.", "model.mtp")  # tensor names of layers that only draft tokens
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_modules")  # the number of these layers behind the decoder layers
 TYPES = ("full_attention", "sliding_attention")  # the values that layer_types may have
 Family = TypeVar("Family", bound="DecoderConfig")
 
@@ -50,6 +52,7 @@ class DecoderConfig(ABC):
     logit_softcap: float = 0.0  # logits become cap * tanh(logit / cap); 0: no cap
     takes_spans: bool = False  # embeddings of prompt spans replace token embeddings; positions may be 3-D
     mixture: MixtureConfig | None = None  # the mixtures of experts of its layers
+    num_mtp_layers: int = 0  # layers behind the decoder layers that only draft tokens (MTP)
     has_rotary_pairs: bool = False  # the checkpoint stores the two elements of a pair adjacently, not half a head apart
 
     @classmethod
@@ -67,8 +70,10 @@ class DecoderConfig(ABC):
         return {DECODER: self.network(shard)}
 
     def ignores(self, tensor: str) -> bool:
-        """Return whether the networks leave out this tensor of the checkpoint, as that of a layer that only drafts."""
-        return False
+        """Return whether the networks leave out this tensor of the checkpoint, which belongs to layers that only draft
+        tokens (MTP): they follow the decoder layers, or have names of their own."""
+        behind = range(self.num_layers, self.num_layers + self.num_mtp_layers)
+        return tensor.startswith((*MTP, *(f"model.layers.{layer}." for layer in behind)))
 
     def for_length(self: Family, max_seq_len: int) -> Family:
         """Return the configuration for sequences of at most `max_seq_len` tokens, without windows that are as long."""
@@ -120,6 +125,7 @@ def read_decoder(
         max_position_embeddings=max(max_positions, rope.max_positions),
         rms_norm_eps=number(keys, "rms_norm_eps", number(keys, "norm_epsilon", 1e-6)),
         tied_embeddings=bool(keys.get("tie_word_embeddings", False)),
+        num_mtp_layers=max(whole_number(keys, name) if keys.get(name) else 0 for name in MTP_KEYS),
         **own,
     )
     _check_heads(config)

@@ -21,7 +21,6 @@ class DeepseekV2(DecoderConfig):
 
     latent: LatentOptions
     mlp_bias: bool
-    num_mtp_layers: int  # behind the decoder layers, to draft tokens; not used
     mixture_of = staticmethod(softmax_mixture)
 
     @classmethod
@@ -32,13 +31,8 @@ class DeepseekV2(DecoderConfig):
             "mixture": cls.mixture_of(keys) if keys.get("n_routed_experts") else None,
             "has_rotary_pairs": bool(keys.get("rope_interleave", True)),
             "mlp_bias": bool(keys.get("mlp_bias")),
-            "num_mtp_layers": int(keys.get("num_nextn_predict_layers") or 0),
         }
         return read_decoder(cls, with_rotated_dim(keys, latent), own)
-
-    def ignores(self, tensor: str) -> bool:
-        behind = range(self.num_layers, self.num_layers + self.num_mtp_layers)
-        return any(tensor.startswith(f"model.layers.{layer}.") for layer in behind)
 
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)

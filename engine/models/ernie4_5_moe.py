@@ -9,7 +9,7 @@ from typing import Any
 from engine.models.config import read_decoder
 from engine.models.ernie4_5 import Ernie45
 from engine.models.keys import ModelError, number, whole_number
-from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers
+from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, refuse_other_values
 
 # The defaults of transformers for keys that config.json does not have
 DEFAULTS = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True}
@@ -24,9 +24,6 @@ class Ernie45Moe(Ernie45):
         own = {"has_rotary_pairs": True, "use_bias": bool(keys.get("use_bias")), "mixture": _mixture(keys)}
         return read_decoder(cls, {**DEFAULTS, **keys}, own)
 
-    def ignores(self, tensor: str) -> bool:
-        return tensor.startswith("model.mtp_")  # layers that only draft
-
 
 def _mixture(keys: Mapping[str, Any]) -> MixtureConfig:
     size, num_shared = whole_number(keys, "moe_intermediate_size", 1536), keys.get("moe_num_shared_experts", 2)
@@ -36,6 +33,7 @@ def _mixture(keys: Mapping[str, Any]) -> MixtureConfig:
             raise ModelError(f"config.json: {name} is {value!r}, it must be a whole number")
     if type(end) is not int:
         raise ModelError(f"config.json: moe_layer_end_index is {end!r}, it must be a whole number")
+    refuse_other_values(keys, moe_gate_act="softmax", moe_norm_gate_logits=True)
     interval = whole_number(keys, "moe_layer_interval", 1)
     last = whole_number(keys, "num_hidden_layers") - 1 if end == -1 else end
     return MixtureConfig(

@@ -31,7 +31,9 @@ from engine.models.qwen2 import Qwen2
 from engine.models.qwen2_moe import Qwen2Moe
 from engine.models.qwen3 import Qwen3
 from engine.models.qwen3_5 import Qwen35
+from engine.models.qwen3_5_moe import Qwen35Moe
 from engine.models.qwen3_moe import Qwen3Moe
+from engine.models.qwen3_next import Qwen3Next
 from engine.models.smollm3 import SmolLm3
 from engine.models.starcoder2 import Starcoder2
 
@@ -43,6 +45,9 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
     "qwen3": Qwen3,
     "qwen3_5": Qwen35,
     "qwen3_5_text": Qwen35,
+    "qwen3_5_moe": Qwen35Moe,
+    "qwen3_5_moe_text": Qwen35Moe,
+    "qwen3_next": Qwen3Next,
     "deepseek_v2": DeepseekV2,
     "deepseek_v3": DeepseekV3,
     "kimi_k2": DeepseekV3,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 from engine.core.cache_groups import STATE, CacheGroup
 from engine.models.attention import side_by_side
 from engine.models.config import DecoderConfig
 from engine.models.formats import FORMATS
-from engine.models.keys import ModelError
+from engine.models.keys import ModelError, whole_number
 from engine.models.kv_cache import LayerCache
 from engine.models.layers import ROWS, Linear, Place, Run, Tensor
 from engine.models.weights import Share, Weight
 from engine.ops.catalogue_states import conv_lines, delta_lines
+
+Parts = list[tuple[str, Share]]
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,19 @@ class DeltaNetOptions:
     num_v_heads: int
     head_dim: int
     num_taps: int  # positions that the convolution reads
+    is_grouped: bool = False  # the checkpoint stores the rows of each key head and its value heads together
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any], is_grouped: bool) -> DeltaNetOptions:
+        """Read the sizes from config.json. Raises ModelError for sizes that are not supported."""
+        dims = [whole_number(keys, f"linear_{kind}_head_dim", 128) for kind in ("key", "value")]
+        if dims[0] != dims[1] or dims[0] % 16:
+            raise ModelError(
+                "config.json: linear_key_head_dim and linear_value_head_dim must be the same multiple of 16, they are"
+                f" {dims[0]} and {dims[1]}"
+            )
+        k_heads, v_heads = (whole_number(keys, f"linear_num_{kind}_heads") for kind in ("key", "value"))
+        return cls(k_heads, v_heads, dims[0], whole_number(keys, "linear_conv_kernel_dim", 4), is_grouped)
 
 
 @dataclass(frozen=True)
@@ -54,13 +72,13 @@ class GatedDeltaNet:
         k_heads, v_heads = shard.heads(options.num_k_heads), shard.heads(options.num_v_heads)
         parts = k_heads.each(dim), k_heads.each(dim), v_heads.each(dim)
         plain = replace(place, shard=replace(shard, format=FORMATS[shard.dtype]))  # decays need more than a few bits
-        gates = [(f"linear_attn.in_proj_{name}", v_heads.each(1)) for name in "ba"]
+        qkv, z, gates = (_in_groups if options.is_grouped else _in_parts)(dim, k_heads, v_heads)
         taps = Share.whole(1), Share.whole(options.num_taps)
         conv = [(f"{name}.weight", (rows, *taps)) for name, rows in side_by_side("linear_attn.conv1d", parts)]
         num_lines = conv_lines(sum(part.size for part in parts), dim) + delta_lines(k_heads.size, v_heads.size, dim)
         return cls(
-            Linear.columns(place, "qkv_proj", side_by_side("linear_attn.in_proj_qkv", parts), hidden, False),
-            Linear.columns(place, "z_proj", [("linear_attn.in_proj_z", v_heads.each(dim))], hidden, False),
+            Linear.columns(place, "qkv_proj", qkv, hidden, False),
+            Linear.columns(place, "z_proj", z, hidden, False),
             Linear.columns(plain, "ba_proj", gates, hidden, False),
             place.weight("conv1d.weight", conv),
             place.weight("A_log", [("linear_attn.A_log", (v_heads.each(1),))]),
@@ -85,3 +103,23 @@ class GatedDeltaNet:
             qkv, self.ba_proj(run, x), *weights, cache, *rows, table, **heads, first_line=first
         )
         return run.ops.gated_rms_norm(out, self.z_proj(run, x), run.params[self.norm.name], epsilon=self.epsilon)
+
+
+def _in_parts(dim: int, k_heads: Share, v_heads: Share) -> tuple[Parts, Parts, Parts]:
+    """Return the tensors of the projections qkv, z and ba of Qwen3.5, each with the rank's share."""
+    parts = k_heads.each(dim), k_heads.each(dim), v_heads.each(dim)
+    gates = [(f"linear_attn.in_proj_{name}", v_heads.each(1)) for name in "ba"]
+    return side_by_side("linear_attn.in_proj_qkv", parts), [("linear_attn.in_proj_z", v_heads.each(dim))], gates
+
+
+def _in_groups(dim: int, k_heads: Share, v_heads: Share) -> tuple[Parts, Parts, Parts]:
+    """Return the same of Qwen3-Next: for each key head, the rows of q, k, v and z, and those of b and a, follow one
+    another."""
+    each = v_heads.size // k_heads.size  # value heads of a key head
+
+    def cut(name: str, sizes: tuple[int, ...]) -> Parts:
+        group = k_heads.each(sum(sizes))
+        return [(name, group.part(*bounds)) for bounds in pairwise(accumulate(sizes, initial=0))]
+
+    qkvz = cut("linear_attn.in_proj_qkvz", (dim, dim, each * dim, each * dim))
+    return qkvz[:3], qkvz[3:], cut("linear_attn.in_proj_ba", (each, each))

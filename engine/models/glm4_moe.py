@@ -35,9 +35,6 @@ class Glm4Moe(DecoderConfig):
         }
         return read_decoder(cls, {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, **keys}, own)
 
-    def ignores(self, tensor: str) -> bool:
-        return tensor.startswith(f"model.layers.{self.num_layers}.")  # which only drafts
-
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 

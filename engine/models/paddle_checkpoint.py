@@ -25,6 +25,9 @@ PREFIXES = {  # model_type -> prefix of the names of tensors
     "qwen2": "qwen2.",
 }
 ERNIE = ("ernie4_5", "ernie4_5_moe")
+# Keys of mixtures of experts for which Paddle and transformers have different defaults
+MIXTURE_KEYS = tuple(f"moe_{name}" for name in ("k", "num_experts", "num_shared_experts", "intermediate_size"))
+MIXTURE_KEYS += ("moe_layer_start_index", "moe_layer_interval")
 TURNED = ("_proj", ".mlp.gate")  # ends of the names of linear layers, with the router of a mixture of experts
 LM_HEAD = "lm_head.weight"
 ERNIE_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # Paddle's, for keys that are missing
@@ -80,6 +83,8 @@ def as_in_transformers(keys: dict[str, Any], tensors: dict[str, Stored]) -> tupl
     if keys.get("compression_ratio", 1) != 1:
         raise ModelError(f"config.json: compression_ratio is {keys['compression_ratio']!r}, supported is 1")
     heads = whole_number(keys, "num_attention_heads")
+    if model_type == "ernie4_5_moe" and (missing := [name for name in MIXTURE_KEYS if keys.get(name) is None]):
+        raise ModelError(f"config.json: {missing[0]} is missing, which checkpoints in Paddle's format need")
     if model_type in ERNIE:
         widths = {"head_dim": whole_number(keys, "hidden_size") // heads, "num_key_value_heads": heads}
         keys = ERNIE_DEFAULTS | widths | {key: value for key, value in keys.items() if value is not None}

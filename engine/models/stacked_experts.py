@@ -84,7 +84,7 @@ def _granite(tensors: dict[str, Stored]) -> dict[str, Stored]:
     return made
 
 
-def _mistral(tensors: dict[str, Stored]) -> dict[str, Stored]:
+def _gates_first(tensors: dict[str, Stored]) -> dict[str, Stored]:
     """Read `gate_up_proj` [E, 2 F, H], gates first, and `down_proj` [E, H, F]."""
     made: dict[str, Stored] = {}
     for name, stored in tensors.items():
@@ -149,4 +149,9 @@ def _unstacked(  # noqa: PLR0913 - describes one tensor
             yield f"{block}.experts.{expert}.{projection}.{end}", OfExpert(stored, expert, rows, is_transposed)
 
 
-LAYOUTS = {"granitemoe": _granite, "gpt_oss": _gpt_oss, "mistral4": _mistral, "ernie4_5_moe": _ernie}
+LAYOUTS = {
+    "granitemoe": _granite,
+    "gpt_oss": _gpt_oss,
+    "ernie4_5_moe": _ernie,
+    **dict.fromkeys(("mistral4", "qwen3_5_moe", "qwen3_5_moe_text"), _gates_first),
+}

@@ -128,6 +128,7 @@ def test_a_nested_tensor_with_its_name_is_read(tmp_path):
     ("keys", "message"),
     [
         ({"compression_ratio": 2.0}, r"compression_ratio is 2\.0, supported is 1"),
+        ({"model_type": "ernie4_5_moe"}, "moe_k is missing, which checkpoints in Paddle's format need"),
         (
             {"num_key_value_heads": 3, "num_attention_heads": 3},
             "outputs are not the queries, keys and values of 3 heads",

@@ -20,8 +20,8 @@ def test_a_family_is_one_file_of_at_most_60_lines(model_type):
 
 def test_every_file_that_describes_a_family_is_in_the_registry():
     paths = [path for path in (ROOT / "engine/models").glob("*.py") if path.name != "config.py"]
-    describing = [path for path in paths if "    def read(cls, keys:" in path.read_text()]
-    assert set(describing) == {Path(inspect.getfile(family)) for family in FAMILIES.values()}
+    describing = [path for path in paths if "    def read(cls, keys: Mapping[str, Any]) ->" in path.read_text()]
+    assert set(describing) <= {Path(inspect.getfile(family)) for family in FAMILIES.values()}
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

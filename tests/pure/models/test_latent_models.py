@@ -1,7 +1,5 @@
 """Models with latent attention: their checkpoints as they are released, and what is refused."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,7 @@ from engine.models.keys import ModelError
 from engine.models.weights import HeadRows, Share
 from engine.settings.config import Config
 from tests.family_checkpoints import make_checkpoint
-from tests.quantized_checkpoints import change_tensors, make_fp8
+from tests.quantized_checkpoints import make_fp8
 
 
 def test_blocks_of_8_bit_floats_are_read_also_where_rows_are_in_another_order(tmp_path):
@@ -31,17 +29,6 @@ def test_blocks_of_8_bit_floats_are_read_also_where_rows_are_in_another_order(tm
             kept = to_bf16(from_fp8(kept, found[f"{name}_scale"]))
         np.testing.assert_array_equal(kept, array, err_msg=name)
     assert {"layers.0.q_b_proj.weight_scale", "layers.0.kv_a_proj_with_mqa.weight_scale"} < found.keys()
-
-
-def test_layers_that_only_draft_are_left_out(tmp_path):
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", "glm4_moe_lite")
-    change_tensors(checkpoint, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": np.ones((64, 128))}))
-    with pytest.raises(ModelError, match="has tensor model.layers.3.eh_proj.weight, for which this model type has no"):
-        export(checkpoint, tmp_path / "refused", ExportOptions())
-    path = checkpoint / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
-    export(checkpoint, tmp_path / "out", ExportOptions())
-    assert not any(name.startswith("layers.3.") for name in load(tmp_path / "out")[1])
 
 
 def test_the_cache_has_one_row_per_position_on_every_rank(tmp_path):
