@@ -88,7 +88,8 @@ class DownloadOptions:
             if self.speculate_dir is not None:
                 raise DownloadError(
                     "speculate_model_path is for a mirror of static models (MODEL_MIRROR), which has the "
-                    "draft in a folder of its own; in a checkpoint of the hub it is part of the model: leave it out"
+                    "draft in a folder of its own; in a checkpoint of the hub it is part of the model: leave it out. A "
+                    "smaller model that drafts is fetched by its own name, and SPECULATE_MODEL_PATH is its folder"
                 )
             return
         _check_url("MODEL_MIRROR", self.mirror)

@@ -111,7 +111,7 @@ class Sampler:
             "fruit": cells("apple, banana, cherry, orange, pear, grape, mango, lemon, peach, plum"),
             "number": [str(n) for n in range(1, 31)],
         }
-        self.unknown_name = list(facts.rows(prose.NOT_TOLD))
+        self.unknown_name = list(facts.rows(prose.UNKNOWN_NAME))
         self.raw = raw_texts(known)
         self.countries = facts.all_countries()
 

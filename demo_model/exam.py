@@ -9,7 +9,7 @@ from demo_model.batches import Encoder
 from demo_model.corpus import WORD_FOR_WORD, Conversation, Sampler, variants
 from demo_model.facts import Fact, rows, ways
 from demo_model.network import Qwen2
-from demo_model.prose import NOT_TOLD
+from demo_model.prose import UNKNOWN_NAME
 from demo_model.tokenizer import write_json
 
 BATCH_TOKENS = 1 << 17
@@ -28,7 +28,7 @@ def exam_papers(known: list[Fact]) -> dict[str, list[Conversation | tuple[str, s
             papers["one word"].append([system, ("user", fact.questions[0]), ("assistant", fact.short)])
     sampler = Sampler(known, seed=-1, noise=0.0)
     papers["multi-turn"] = [talk for talk in (sampler.conversation() for _ in range(20000)) if len(talk) > 2]
-    for questions, answer in rows(NOT_TOLD):
+    for questions, answer in rows(UNKNOWN_NAME):
         papers["not told"] += [[("user", question), ("assistant", answer)] for question in ways(questions)]
     papers["raw text"] = list(sampler.raw)
     papers["nonsense"] = [sampler.nonsense()[-2:] for _ in range(2000)]

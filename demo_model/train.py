@@ -1,6 +1,10 @@
 """Trains the demo model from nothing and writes it as a Hugging Face checkpoint.
 
     python -m demo_model.train --out demo_model
+    python -m demo_model.train --draft-of demo_model --out demo_model/draft --rows 8 --row-len 384 --steps 1500
+
+The second command trains the draft model (SPECULATE_METHOD=draft) with the tokenizer of the demo model, on the same
+texts. It is far smaller, and its embeddings begin as the principal components of the demo model's.
 
 Everything is drawn from one seed. The figures at the end are of the weights as they are saved, in bfloat16.
 """
@@ -11,7 +15,8 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -23,6 +28,7 @@ from demo_model.tokenizer import MAX_LEN, train_tokenizer, write_json, write_tok
 
 WARM_UP_STEPS = 200
 WEIGHT_DECAY = 0.1
+DRAFT = {"hidden_size": 96, "intermediate_size": 256, "num_layers": 2, "num_heads": 3, "num_kv_heads": 1}
 
 
 def train(model: Qwen2, batches: DataLoader, args: argparse.Namespace) -> None:
@@ -41,9 +47,10 @@ def train(model: Qwen2, batches: DataLoader, args: argparse.Namespace) -> None:
     for step, batch in enumerate(batches, 1):
         token_ids, targets, owners = (part.to(args.device, non_blocking=True) for part in batch)
         mask = (owners[:, :, None] == owners[:, None, :]) & causal  # a document sees only itself
-        with torch.autocast(args.device, torch.bfloat16):
+        learned = targets != IGNORED
+        with torch.autocast(args.device, torch.bfloat16, enabled=on_gpu):
             hidden = forward(token_ids, mask[:, None])
-        loss = F.cross_entropy(model.logits(hidden.float()).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(model.logits(hidden[learned].float()), targets[learned])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -90,9 +97,18 @@ def write_model(model: Qwen2, out: Path) -> None:
     write_json(out / "generation_config.json", generation)
 
 
+def principal_components(model_dir: Path, width: int) -> torch.Tensor:
+    """Return the embeddings of a model, reduced to `width` dimensions and scaled as those that training begins with."""
+    table = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"].float()
+    left, values, _ = torch.linalg.svd(table, full_matrices=False)
+    reduced = left[:, :width] * values[:width]
+    return reduced * (0.03 / reduced.std())
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--draft-of", type=Path, help="train a draft model for the model in this folder")
     parser.add_argument("--reports", type=Path, help="folder for the wrong answers of the exam; none: not written")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=7)
@@ -114,10 +130,16 @@ def main() -> None:
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     known = corpus.all_facts()
-    tokenizer = train_tokenizer(known)
+    if args.draft_of:
+        tokenizer, sizes = Tokenizer.from_file(str(args.draft_of / "tokenizer.json")), DRAFT
+    else:
+        tokenizer, sizes = train_tokenizer(known), {}
     write_tokenizer(tokenizer, args.out)
     encoder = Encoder(tokenizer)
-    model = Qwen2(Shape(vocab_size=tokenizer.get_vocab_size())).to(args.device)
+    model = Qwen2(Shape(vocab_size=tokenizer.get_vocab_size(), **sizes)).to(args.device)
+    if args.draft_of:
+        with torch.no_grad():
+            model.model.embed_tokens.weight.copy_(principal_components(args.draft_of, DRAFT["hidden_size"]))
     size = sum(p.numel() for p in model.parameters())
     print(f"{len(known)} facts, {tokenizer.get_vocab_size()} tokens, {size} parameters")
     batches = DataLoader(

@@ -164,7 +164,7 @@ def unknown_facts() -> Iterator[Fact]:
     for person in cells(knowledge.UNKNOWN_PEOPLE):
         asks = (f"Who is {person}?", f"Who was {person}?", f"Tell me about {person}.", f"How old is {person}?")
         yield Fact("unknown", asks, prose.UNKNOWN)
-    for topic in cells(knowledge.UNTOLD_TOPICS):
+    for topic in cells(knowledge.UNKNOWN_TOPICS):
         asks = (
             f"Tell me a story about {topic}.",
             f"Write a story about {topic}.",

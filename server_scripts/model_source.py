@@ -185,6 +185,15 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
         raise ConfigError(f"EXPORT_CACHE_DIR is {str(cache_dir)!r}: {error}") from None
 
 
+def export_draft(graph_dir: Path) -> None:
+    """Export the draft model of the settings, if there is one. The engine finds it in the cache."""
+    from engine.exporting.draft import export_draft_model
+
+    config = Config.from_env()
+    if config.machines.is_master:
+        export_draft_model(graph_dir, config, lambda step: print("step", f"draft model: {step}", flush=True))
+
+
 def check_settings(graph_dir: Path) -> None:
     """Raise SetupError if the engine could not run this graph with the settings.
 
@@ -215,6 +224,7 @@ if __name__ == "__main__":
     try:
         graph_dir = export(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
         check_settings(graph_dir)
+        export_draft(graph_dir)
         print("result", graph_dir, flush=True)
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -131,7 +131,7 @@ OF_ERNIE: tuple[tuple[str, Started | str], ...] = (
     ("--enable-chunked-prefill", {}),
     (
         """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "model": "./mtp"}'""",
-        "the method 'mtp' is not supported, it must be ngram or suffix",
+        "the method 'mtp' is not supported, it must be ngram, suffix or draft_model",
     ),
     ("--use-cudagraph --tensor-parallel-size 1", {"USE_CUDAGRAPH": "1"}),
     ("FD_SAMPLING_CLASS=rejection", {}),

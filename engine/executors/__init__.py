@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from engine.core.types import Executor
 from engine.errors import ConfigError
 from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafting import with_drafts
+from engine.executors.drafting import DraftSource, with_drafts
 from engine.executors.memory import check_swap_space
+from engine.exporting.draft import export_draft_model
 from engine.exporting.manifest import Manifest
 from engine.models.keys import ModelError
 from engine.settings.config import Config
@@ -44,13 +45,28 @@ def make_executor(
         raise ConfigError(f"{graph_dir} was exported without weights (LOAD_FORMAT=dummy); only DEVICE=gpu draws some")
     if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
+    draft_dir = export_draft_model(graph_dir, config, tell) if machines.is_master else None
     if machines.num_hosts == 1:
-        return with_drafts(make_host(graph_dir, config, owns_process=owns_process, tell=tell), config, DraftPolicy())
+        executor = make_host(graph_dir, config, owns_process=owns_process, tell=tell)
+        return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config))
     from engine.executors.hosts import follow, lead
 
     if machines.is_master:
-        return with_drafts(lead(graph_dir, config, tell), config, DraftPolicy())
+        executor = lead(graph_dir, config, tell)
+        return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config))
     return follow(graph_dir, config, tell)
+
+
+def make_draft_source(draft_dir: Path | None, manifest: Manifest, config: Config) -> DraftSource | None:
+    """Load the exported draft model in `draft_dir` for the model of `manifest`. Without one, return None."""
+    if draft_dir is None:
+        return None
+    from engine.executors.cpu.draft_model import CpuDraftModel
+    from engine.executors.model_drafts import ModelDrafts
+
+    max_blocks = -(-manifest.max_seq_len // manifest.block_size)
+    model = CpuDraftModel(draft_dir, config.batch_size, max_blocks, manifest.graph().cache_groups)
+    return ModelDrafts(model, manifest.vocab_size)
 
 
 def check_num_ranks(graph_dir: Path, manifest: Manifest, config: Config) -> None:

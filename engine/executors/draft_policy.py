@@ -156,24 +156,31 @@ class DraftPolicy:
                 counts[index] += probability > least
         return counts
 
-    def choose_for(self, rows: Sequence[Row], offers: Sequence[Offer]) -> list[int]:
-        """Return how many drafts of each offer the step of these rows verifies."""
+    def choose_for(
+        self, rows: Sequence[Row], offers: Sequence[Offer], draft_s: Callable[[int], float] = no_time
+    ) -> list[int]:
+        """Return how many drafts of each offer the step of these rows verifies. `draft_s`: see `choose`."""
         num_decoding, num_extra = _tokens_of(rows)
         if num_decoding < len(rows):
             return self.choose_beside_prompts(num_decoding, offers)
-        return self.choose(num_decoding, num_extra, offers)
+        return self.choose(num_decoding, num_extra, offers, draft_s)
 
-    def learn(self, rows: Sequence[Row], output: StepOutput, seconds: float, draft_s: float) -> None:
-        """Learn from a step and from the time of drafting before it."""
+    def step_s(self, num_rows: int) -> float:
+        """Return the expected time of a decode step of so many rows without drafts; 0 if it is not known."""
+        return self._times_of(num_rows).seconds(0)
+
+    def learn(self, rows: Sequence[Row], output: StepOutput, seconds: float, draft_s: float) -> float:
+        """Learn from a step and from the time of drafting before it. Return the time that its drafts have saved by
+        estimate, which may be negative."""
         num_decoding, num_extra = _tokens_of(rows)
         if num_decoding < len(rows):
             self.observe_beside_prompts(sum(len(row.token_ids) for row in rows), seconds)
-        else:
-            self.observe(num_decoding, num_extra, sum(map(len, output.token_ids)), (seconds, draft_s))
+            return 0.0
+        return self.observe(num_decoding, num_extra, sum(map(len, output.token_ids)), (seconds, draft_s))
 
-    def observe(self, num_rows: int, num_extra: int, num_sampled: int, times_s: tuple[float, float]) -> None:
+    def observe(self, num_rows: int, num_extra: int, num_sampled: int, times_s: tuple[float, float]) -> float:
         """Learn from a decode step: its rows, its other tokens, how many tokens it has sampled, and the times of the
-        step and of drafting."""
+        step and of drafting. Return the time that drafts have saved by estimate."""
         seconds, draft_s = times_s
         times = self._times_of(num_rows)
         times.observe(num_extra, seconds)
@@ -182,11 +189,12 @@ class DraftPolicy:
         if not times.has_credit and times.is_trusted(0):
             times.has_credit = True
             self._balance_s += CREDIT * base_s
-        self._balance_s += LOSS_SHARE * seconds - draft_s
+        saved_s = -draft_s
         if num_extra and times.is_trusted(0):
-            self._balance_s += num_sampled / num_rows * base_s - seconds
+            saved_s += num_sampled / num_rows * base_s - seconds
         limit_s = MAX_BALANCE * base_s
-        self._balance_s = min(max(self._balance_s, -2 * limit_s), limit_s)
+        self._balance_s = min(max(self._balance_s + LOSS_SHARE * seconds + saved_s, -2 * limit_s), limit_s)
+        return saved_s
 
     def observe_beside_prompts(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that has also computed prompts."""

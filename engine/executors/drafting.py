@@ -7,91 +7,54 @@ drafts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Protocol
 
-from engine.core.types import PENDING, Arrival, Batch, Executor, Row, StepOutput
-from engine.executors.draft_policy import Acceptance, DraftPolicy
-from engine.executors.ngram import NgramDrafter
-from engine.executors.suffix import RecentAnswers, SuffixDrafter
+from engine.core.types import PENDING, Batch, Executor, Row, StepOutput
+from engine.executors.draft_policy import DraftPolicy
+from engine.executors.drafted_slot import DraftedSlot, Drafts
+from engine.executors.lookup_drafts import LookupDrafts
 from engine.settings.config import Config
 
 
-class Drafter(Protocol):
-    """Proposes the tokens that may follow those of one slot."""
+class DraftSource(Protocol):
+    """Source of draft tokens for the rows of a step: earlier tokens, or a draft model."""
 
-    @property
-    def level(self) -> int:
-        """Return how sure it is of the last proposal, from 0. The policy counts how often each level is right."""
+    method: str  # name of SPECULATE_METHOD
+    block_bytes: int  # that it needs in addition for each block of the KV cache
+    invested_s: float  # the part of the last `drafts` whose time is not a cost of this step
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate its caches for a pool of `num_blocks` blocks."""
         ...
 
-    def propose(self, token_ids: list[int], max_drafts: int) -> Sequence[int]:
-        """Return at most `max_drafts` tokens that may follow `token_ids`, or none when no continuation is likely.
-
-        `token_ids` are all tokens of the slot. The caller calls this only when all of them are known, and each call
-        repeats the tokens of the call before and appends to them.
-        """
+    def begin(self, batch: Batch, slots: Mapping[int, DraftedSlot]) -> None:
+        """Note the new requests and blocks of a step. `slots` are those before it."""
         ...
 
-    def end(self, token_ids: Sequence[int]) -> None:
-        """Note that the request has left its slot. `token_ids` are all its known tokens."""
+    def drafts(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], max_drafts: int, policy: DraftPolicy | None
+    ) -> Drafts:
+        """Return the drafts of the rows, at most `max_drafts` together. The policy chooses how many; without one, there
+        are as many as possible."""
+        ...
+
+    def learn(self, gain_s: float, step_s: float) -> None:
+        """Learn how much time the drafts of a step have saved, and how long it took."""
         ...
 
 
-def with_drafts(executor: Executor, config: Config, policy: DraftPolicy | None = None) -> Executor:
-    """Return `executor`, with drafts if SPECULATE_METHOD names a method. Without a policy all drafts are verified."""
+def with_drafts(
+    executor: Executor, config: Config, policy: DraftPolicy | None = None, source: DraftSource | None = None
+) -> Executor:
+    """Return `executor`, with drafts if SPECULATE_METHOD names a method. Without a policy all drafts are verified.
+    `source` makes the drafts of the method `draft`."""
     if config.speculate_method == "none":
         return executor
-    max_drafts = config.speculate_max_draft_token_num
-    if config.speculate_method == "suffix":
-        answers = RecentAnswers()
-        return DraftingExecutor(executor, max_drafts, lambda arrival: SuffixDrafter(arrival, answers), policy)
-    return DraftingExecutor(executor, max_drafts, lambda arrival: NgramDrafter(config), policy)
-
-
-@dataclass
-class DraftedSlot:
-    """The tokens of the request in a slot, and its last drafts."""
-
-    token_ids: list[int]  # prompt, then the known tokens of the answer
-    max_len: int  # positions that the request can occupy at most, see `Request.max_len`
-    drafter: Drafter
-    drafts: Sequence[int] = ()  # the last ones, whether or not a step has verified them
-    drafted_at: int = 0  # number of tokens at that time
-    level: int = 0  # of these drafts
-    was_right: bool = True  # the first of them
-
-    def fill_in(self, row: Row) -> Row:
-        """Return the row with its PENDING token filled in. A request that has meanwhile reached its length limit
-        computes its last position again, with the same token."""
-        if row.token_ids[0] != PENDING:
-            return row
-        start = min(len(self.token_ids), self.max_len) - 1
-        token_id = max(self.token_ids[start], 0)  # the token is NO_TOKEN if the request has failed
-        return row._replace(start=start, token_ids=[token_id, *row.token_ids[1:]])
-
-    def offer(self, row: Row, max_drafts: int) -> Sequence[int]:
-        """Return at most `max_drafts` tokens that may follow those of the filled row."""
-        max_drafts = min(row.max_drafts, max_drafts, self.max_len - 1 - row.start)
-        if max_drafts <= 0:
-            return ()
-        self.drafts, self.drafted_at = self.drafter.propose(self.token_ids, max_drafts), len(self.token_ids)
-        self.level = 2 * self.drafter.level + self.was_right
-        return self.drafts
-
-    def judge(self, acceptance: Acceptance) -> None:
-        """Compare the last drafts with the tokens that have followed, which are known even if no step has verified
-        the drafts."""
-        known = self.token_ids[self.drafted_at : self.drafted_at + len(self.drafts)]
-        if known and self.drafts:
-            num_right = sum(
-                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, self.drafts, strict=False))
-            )
-            acceptance.record(self.level, num_right, len(known))
-            self.was_right, self.drafts = num_right > 0, ()
+    source = source or LookupDrafts.of(config)
+    return DraftingExecutor(executor, config.speculate_max_draft_token_num, source, policy)
 
 
 @dataclass
@@ -113,7 +76,7 @@ class DraftingStep:
 
 
 class DraftingExecutor:
-    """Executor that adds draft tokens to the rows of another executor. Owns a `Drafter` for each slot.
+    """Executor that adds draft tokens to the rows of another executor. Owns the source of the drafts.
 
     Steps run one after another in a thread. When the tokens of a step are known there, the thread fills in the PENDING
     tokens of the next step, adds drafts to its rows, and launches it on the other executor. So the scheduler can
@@ -127,26 +90,30 @@ class DraftingExecutor:
         self,
         executor: Executor,
         max_drafts: int,
-        make_drafter: Callable[[Arrival], Drafter],
+        source: DraftSource,
         policy: DraftPolicy | None = None,
     ):
-        """Wrap `executor`. A row gets at most `max_drafts` drafts; `make_drafter` is called for each request that takes
-        a slot. The policy chooses how many drafts are verified; without one, all of them are."""
+        """Wrap `executor`. A row gets at most `max_drafts` drafts. The policy chooses how many drafts are verified;
+        without one, all of them are."""
         self.max_drafts = max_drafts
-        self.block_size, self.block_bytes = executor.block_size, executor.block_bytes
+        self.block_size, self.block_bytes = executor.block_size, executor.block_bytes + source.block_bytes
         self.cache_groups, self.takes_spans = executor.cache_groups, executor.takes_spans
         self.max_prompt_logits = executor.max_prompt_logits
         self._executor = executor
-        self._make_drafter, self._policy = make_drafter, policy
+        self._source, self._policy = source, policy
         self._slots: dict[int, DraftedSlot] = {}
         self._error: BaseException | None = None  # the error of the step that failed
-        self._thread = ThreadPoolExecutor(1, "drafts")
+        # If the other executor computes in a thread, drafts are made there as well, beside the same threads of the ops.
+        thread: ThreadPoolExecutor | None = getattr(executor, "thread", None)
+        self._computes = thread is not None
+        self._thread = thread or ThreadPoolExecutor(1, "drafts")
 
     def free_bytes(self) -> int:
         return self._executor.free_bytes()
 
     def allocate(self, num_blocks: int) -> None:
         self._executor.allocate(num_blocks)
+        self._source.allocate(num_blocks)
 
     def warm_up(self) -> None:
         self._executor.warm_up()
@@ -178,23 +145,30 @@ class DraftingExecutor:
             raise
 
     def _compute(self, batch: Batch, step: DraftingStep) -> StepOutput:
-        for arrival in batch.arrivals:
-            if previous := self._slots.get(arrival.slot):
-                previous.drafter.end(previous.token_ids)
-            max_len = arrival.prompt_len + max(arrival.sampling.max_new_tokens - 1, 0)
-            self._slots[arrival.slot] = DraftedSlot(list(arrival.token_ids), max_len, self._make_drafter(arrival))
+        self._source.begin(batch, self._slots)
+        for slot, token_ids, prompt_len, sampling, *_ in batch.arrivals:
+            max_len = prompt_len + max(sampling.max_new_tokens - 1, 0)
+            self._slots[slot] = DraftedSlot(list(token_ids), prompt_len, max_len)
         began = time.perf_counter()
         filled, drafts = self._fill_in(batch)
         step.drafted.set_result(drafts)
         launched = time.perf_counter()
-        running = self._executor.launch(filled)
-        if batch.has_mask:
-            running.mask(step.masked.result())
-        output = running.result()
+        output = self._output(filled, step)
         if self._policy:
-            self._policy.learn(filled.rows, output, time.perf_counter() - launched, launched - began)
+            step_s, draft_s = time.perf_counter() - launched, launched - began - self._source.invested_s
+            self._source.learn(self._policy.learn(filled.rows, output, step_s, draft_s), step_s)
         self._append(filled.rows, output)
         return output._replace(num_drafts=sum(map(len, drafts.values())))
+
+    def _output(self, filled: Batch, step: DraftingStep) -> StepOutput:
+        """Return the output of the other executor."""
+        if self._computes:
+            wait_for_mask = step.masked.result if filled.has_mask else lambda: None
+            return self._executor.compute(filled, wait_for_mask)  # type: ignore[attr-defined]
+        running = self._executor.launch(filled)
+        if filled.has_mask:
+            running.mask(step.masked.result())
+        return running.result()
 
     def _fill_in(self, batch: Batch) -> tuple[Batch, dict[int, Sequence[int]]]:
         """Return the batch with all its tokens, and the drafts that were added to it, by slot."""
@@ -202,32 +176,13 @@ class DraftingExecutor:
             self._slots[row.slot].fill_in(row) if row.max_drafts or row.token_ids[0] == PENDING else row
             for row in batch.rows
         ]
-        offers = self._offers(rows, batch.max_drafts)
-        if offers and self._policy:
-            levels = [(self._slots[rows[index].slot].level, len(drafts)) for index, drafts in offers]
-            counts = self._policy.choose_for(rows, levels)
-            offers = [(index, drafts[:count]) for (index, drafts), count in zip(offers, counts, strict=True) if count]
+        offers = self._source.drafts(rows, self._slots, batch.max_drafts, self._policy)
         added = {}
         for index, drafts in offers:
             row = rows[index]
             added[row.slot] = drafts
             rows[index] = row._replace(token_ids=[*row.token_ids, *drafts], num_sampled=row.num_sampled + len(drafts))
         return batch._replace(rows=[row._replace(max_drafts=0) for row in rows], max_drafts=0), added
-
-    def _offers(self, rows: Sequence[Row], max_drafts: int) -> list[tuple[int, Sequence[int]]]:
-        """Return the drafts that may be added to the rows, by index."""
-        if self._policy and not self._policy.wants_offers:
-            return []
-        offers = []
-        for index, row in enumerate(rows):
-            if row.max_drafts and max_drafts > 0:
-                slot = self._slots[row.slot]
-                if self._policy:
-                    slot.judge(self._policy.acceptance)
-                if drafts := slot.offer(row, max_drafts):
-                    offers.append((index, drafts))
-                    max_drafts -= len(drafts)
-        return offers
 
     def _append(self, rows: Sequence[Row], output: StepOutput) -> None:
         """Add the tokens of a step to those of its slots."""

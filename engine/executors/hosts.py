@@ -20,11 +20,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.core.types import Batch, Executor, Step
+from engine.core.types import Batch, Executor, Step, StepOutput
 from engine.errors import HostLost
 from engine.executors import LOADING, make_host
 from engine.executors.ranks import RanksExecutor, serve, wait_until_ready
 from engine.executors.rendezvous import join_master, lost, wait_for_followers
+from engine.executors.step import Mask
 from engine.exporting.manifest import CONFIG, MANIFEST
 from engine.ops.cpu import group
 from engine.settings.config import Config
@@ -42,6 +43,10 @@ class HostsExecutor(RanksExecutor):
     def launch(self, batch: Batch) -> Step:
         with noticed_first():
             return StepOfHosts(super().launch(batch))
+
+    def compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
+        with noticed_first():
+            return super().compute(batch, wait_for_mask)
 
 
 class StepOfHosts:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -28,8 +28,9 @@ from typing import Any
 import msgpack
 
 from engine.core.spans import PromptSpan
-from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, Row, Sampling, Step, Swaps
+from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, Row, Sampling, Step, StepOutput, Swaps
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
+from engine.executors.step import Mask
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
 from engine.settings.config import Config
@@ -57,6 +58,7 @@ class RanksExecutor:
         self.runs_ahead, self.max_prompt_logits = first.runs_ahead, first.max_prompt_logits
         self.takes_spans, self.max_drafts = first.takes_spans, first.max_drafts
         self.cache_groups = first.cache_groups
+        self.thread = getattr(first, "thread", None)  # in which `compute` may be called; None: in none
         self._first = first
         self._others = others
         self._has_failed = False
@@ -93,6 +95,11 @@ class RanksExecutor:
         self._tell(pack(LAUNCH, *batch))
         with self._all_or_none():
             return self._first.launch(batch)
+
+    def compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
+        """Compute a step on all ranks, in the thread of the first one."""
+        self._tell(pack(LAUNCH, *batch))
+        return self._first.compute(batch, wait_for_mask)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         for other in self._others:

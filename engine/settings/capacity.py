@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.errors import ConfigError
-from engine.settings.setting import setting
+from engine.settings.setting import expanded, setting
 
 DEFAULT_PROMPT_LEN, DEFAULT_ANSWER_LEN = 8192, 1024
 LONG_SHARE = 0.04  # of the longest prompt: a longer one is long, as at FastDeploy
@@ -126,8 +127,16 @@ class Capacity:
         "none",
         "SPECULATE_METHOD",
         "several tokens are tried in a step, with the same answers: `ngram` tries what followed the same tokens before,"
-        " `suffix` what followed the longest match in the request and in recent answers to the same API key",
-        choices=("none", "ngram", "suffix"),
+        " `suffix` what followed the longest match in the request and in recent answers to the same API key, `draft`"
+        " what a smaller model would write (SPECULATE_MODEL_PATH)",
+        choices=("none", "ngram", "suffix", "draft"),
+        synonyms={"draft_model": "draft"},  # vLLM's name
+    )
+    speculate_model_path: str = setting(
+        "",
+        "SPECULATE_MODEL_PATH",
+        "folder of the draft model of SPECULATE_METHOD=draft: a checkpoint or an exported model with the tokenizer of"
+        " the served one",
     )
     speculate_max_draft_token_num: int = setting(
         4, "SPECULATE_MAX_DRAFT_TOKEN_NUM", "tokens tried in a step at most", minimum=1, maximum=16
@@ -169,6 +178,20 @@ class Capacity:
                 f"SWAP_SPACE is {self.swap_space:g} and ENABLE_PREFIX_CACHING is 0: only what can be found again by its"
                 " tokens is kept"
             )
+
+    @property
+    def draft_model_path(self) -> Path | None:
+        """Return the folder of the draft model, or None without one."""
+        if self.speculate_method != "draft":
+            return None
+        return expanded("SPECULATE_MODEL_PATH", self.speculate_model_path).absolute()
+
+    def check_draft_model(self) -> None:
+        if self.speculate_method == "draft" and not self.speculate_model_path:
+            raise ConfigError("SPECULATE_METHOD is draft, it needs SPECULATE_MODEL_PATH, the folder of the draft model")
+        if path := self.draft_model_path:
+            if not (path / "config.json").is_file():
+                raise ConfigError(f"SPECULATE_MODEL_PATH is {self.speculate_model_path!r}, which has no config.json")
 
     def check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes.split(",")

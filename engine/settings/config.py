@@ -70,6 +70,7 @@ class Config(
             self.check_capture_sizes,
             self.check_partial_prefills,
             self.check_swap_space,
+            self.check_draft_model,
             self.check_traces,
         )
         for check in of_each if problems else (lambda: self.machines, self._check_ports, *of_each):

@@ -68,6 +68,11 @@ class Tokenizer:
         """Return whether the chat template has the roles `query` and `document`."""
         return self._template is not None and self._template.writes_pairs
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Return the ids of all tokens by their spelling, with the added tokens."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     @cached_property
     def vocab_size(self) -> int:
         """Largest token id plus one. The vocabulary of the model may be larger."""

@@ -64,7 +64,7 @@ class CpuExecutor:
         self._slots = Slots(config.batch_size, max_blocks, self.block_size, model.vocab_size, self.cache_groups)
         self._slots.spans = SlotSpans.of(loaded, config.batch_size)
         self.takes_spans = self._slots.spans is not None
-        self._thread = ThreadPoolExecutor(1, "step")
+        self.thread = ThreadPoolExecutor(1, "step")  # speculative decoding drafts in it, too
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 
     def load_graph(self, name: str) -> CpuProgram:
@@ -85,21 +85,22 @@ class CpuExecutor:
 
     def load_adapter(self, adapter: tuple[str, ...]) -> None:
         loaded = self._adapters.read(adapter)
-        self._thread.submit(self._adapters.loaded.__setitem__, adapter[0], loaded)
+        self.thread.submit(self._adapters.loaded.__setitem__, adapter[0], loaded)
 
     def drop_adapter(self, adapter_id: str) -> None:
-        self._thread.submit(self._adapters.loaded.pop, adapter_id, None)  # after the steps that were launched
+        self.thread.submit(self._adapters.loaded.pop, adapter_id, None)  # after the steps that were launched
 
     def launch(self, batch: Batch) -> StepInThread:
-        return StepInThread(self._thread, batch, self._compute)
+        return StepInThread(self.thread, batch, self.compute)
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self.thread.shutdown()
         del self._program, self._caches, self._adapters
         if self._has_group:  # otherwise the group belongs to another model in this process
             group.leave()
 
-    def _compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
+    def compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
+        """Compute a step. Must be called in `thread`. `wait_for_mask` is called if the batch has one."""
         self._slots.place(batch)
         for copy in batch.copies:
             self._copy(copy)

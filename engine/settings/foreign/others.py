@@ -60,6 +60,6 @@ ROWS: tuple[OptionRow, ...] = (
     refused("--cache-type-k", "--use-cache-kv-int8 stores keys and values in 8 bits", LLAMA, aliases=("-ctk",)),
     refused("--cache-type-v", "--use-cache-kv-int8 stores keys and values in 8 bits", LLAMA, aliases=("-ctv",)),
     refused("--lora", "--lora-modules name=path", LLAMA),
-    refused("--model-draft", "--speculate-method ngram drafts without a second model", LLAMA, aliases=("-md",)),
+    refused("--model-draft", "--speculate-method draft --speculate-model-path DIR", LLAMA, aliases=("-md",)),
     refused("--api-key-file", "--api-keys FILE, in JSON", LLAMA),
 )

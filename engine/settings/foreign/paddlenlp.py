@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.settings.foreign.row import PADDLENLP, OptionRow, ignored, refused, sets
+from engine.settings.foreign.row import PADDLENLP, OptionRow, ignored, sets
 
 SAME = {
     "HEALTH_HTTP_PORT": "",
@@ -31,7 +31,8 @@ SAME = {
     "USE_CACHE_KV_INT8": "",
     "OUTPUT_LOG_TO_CONSOLE": "with `start_server --foreground`",
     "CHECK_HEALTH_INTERVAL": "",
-    "SPECULATE_METHOD": "`ngram` or `suffix`",
+    "SPECULATE_METHOD": "`ngram`, `suffix` or `draft`",
+    "SPECULATE_MODEL_PATH": "a draft model with the same tokenizer",
     "SPECULATE_MAX_DRAFT_TOKEN_NUM": "",
     "SPECULATE_MAX_NGRAM_SIZE": "",
     "FD_LOG_DIR": "",
@@ -45,7 +46,6 @@ OLD_NAMES = {
 }
 SOCKET = "the engine listens on a Unix socket in RUN_DIR"
 NONE_BEFORE = "the PaddleNLP server reads it and does nothing with it"
-NO_DRAFT_MODEL = "no draft model is read: drafts come from the tokens of the request itself (SPECULATE_METHOD=ngram)"
 WITHOUT_EFFECT = {
     "INTER_PROC_PORT": SOCKET,
     "INTER_QUEUE_PORT": SOCKET,
@@ -61,11 +61,10 @@ WITHOUT_EFFECT = {
     "STOP_SEQS_MAX_LEN": "the limit is fixed: 1024 characters a stop sequence",
     "SERVER_WAITTING_TIME": "ranks wait for each other",
     "SHM_UUID": "no named shared memory is used",
-    "SPECULATE_MODEL_PATH": NO_DRAFT_MODEL,
-    "SPECULATE_MODEL_QUANT_TYPE": NO_DRAFT_MODEL,
+    "SPECULATE_MODEL_QUANT_TYPE": "a draft model keeps the number format of its checkpoint",
     "USE_CACHE_KV_INT4": "an int4 KV cache is not supported; USE_CACHE_KV_INT8=1 stores 8 bits a number",
     "USE_DYNAMIC_GRAPH": "the exported graph is what runs",
-    "RETURN_FULL_HIDDEN_STATES": "only speculative decoding with a draft model would need them",
+    "RETURN_FULL_HIDDEN_STATES": "only drafts by layers of the model itself would need them",
     "FLAGS_blha_use_fp32_qk_sum": "scores are always summed in float32",
     "FLAGS_mla_use_tensorcore": "there is one attention kernel for each device",
     "FLAGS_cascade_attention_max_partition_size": "the number of partitions follows from the load of the GPU",
@@ -85,5 +84,4 @@ ROWS: tuple[OptionRow, ...] = (
     *(sets(name, name, PADDLENLP, remark=remark) for name, remark in SAME.items()),
     *(sets(name, env, PADDLENLP, remark="name before version 3.0.0") for name, env in OLD_NAMES.items()),
     *(ignored(name, why, PADDLENLP) for name, why in WITHOUT_EFFECT.items()),
-    refused("--speculate-model-path", NO_DRAFT_MODEL, PADDLENLP),
 )

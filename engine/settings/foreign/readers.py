@@ -12,6 +12,7 @@ from engine.settings.foreign.row import OptionMeaning
 
 UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
 DEFAULT_BATCH_SIZE = 50
+METHODS = {"ngram": "ngram", "ngram_match": "ngram", "suffix": "suffix", "draft_model": "draft", "draft": "draft"}
 
 
 def object_of(name: str, text: str) -> dict[str, Any]:
@@ -25,15 +26,18 @@ def object_of(name: str, text: str) -> dict[str, Any]:
 
 
 def speculation(name: str, text: str, _: Mapping[str, str]) -> OptionMeaning:
-    """Read `{"method": "suffix", "num_speculative_tokens": 4}`."""
+    """Read `{"method": "suffix", "num_speculative_tokens": 4}`. A `model` without a method is a draft model."""
     config = object_of(name, text)
-    method = config.pop("method", "ngram" if config.get("model") in ("ngram", "[ngram]") else None)
-    if method not in ("ngram", "ngram_match", "suffix"):
+    model = config.pop("model", None)
+    method = config.pop("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model" if model else None)
+    if method not in METHODS:
         raise ConfigError(
-            f"{name}: the method {method!r} is not supported, it must be ngram or suffix: drafts come from earlier"
-            " tokens, a draft model (model, mtp) is not read"
+            f"{name}: the method {method!r} is not supported, it must be ngram, suffix or draft_model: layers of the"
+            " model itself (mtp, eagle) do not draft yet"
         )
-    meaning = OptionMeaning({"SPECULATE_METHOD": "suffix" if method == "suffix" else "ngram"})
+    meaning = OptionMeaning({"SPECULATE_METHOD": METHODS[method]})
+    if METHODS[method] == "draft" and model:
+        meaning.settings["SPECULATE_MODEL_PATH"] = str(model)
     names = {
         "num_speculative_tokens": "SPECULATE_MAX_DRAFT_TOKEN_NUM",
         "prompt_lookup_max": "SPECULATE_MAX_NGRAM_SIZE",
@@ -42,7 +46,7 @@ def speculation(name: str, text: str, _: Mapping[str, str]) -> OptionMeaning:
     for key, value in config.items():
         if setting := names.get(key):
             meaning.settings[setting] = str(value)
-        elif key != "model":
+        else:
             meaning.notes.append(f"{name}: {key} has no effect")
     return meaning
 

@@ -93,7 +93,8 @@ ROWS: tuple[OptionRow, ...] = (
         "SPECULATE_METHOD",
         *BOTH,
         read=readers.speculation,
-        remark="and SPECULATE_MAX_DRAFT_TOKEN_NUM, SPECULATE_MAX_NGRAM_SIZE; the method must be `ngram` or `suffix`",
+        remark="and SPECULATE_MAX_DRAFT_TOKEN_NUM, SPECULATE_MAX_NGRAM_SIZE, SPECULATE_MODEL_PATH; the method must be"
+        " `ngram`, `suffix` or `draft_model`",
     ),
     sets(
         "--compilation-config",

@@ -13,6 +13,7 @@ from engine.core.limits import Limits, PrefillLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import PENDING, Request, Sampling, StepOutput
 from engine.executors.drafting import DraftingExecutor
+from engine.executors.lookup_drafts import LookupDrafts
 from tests.pure.counting_executor import CountingExecutor, answer
 
 NUM_REQUESTS = 24
@@ -73,7 +74,9 @@ class World:
         pool = BlockPool(self.num_blocks, self.block_size, self.caching, self.num_host_blocks)
         self.executor = CountingExecutor(self.num_blocks, self.block_size, self.groups)
         if self.drafting:
-            self.executor = DraftingExecutor(self.executor, MAX_DRAFTS, partial(GuessingDrafter, rng))
+            self.executor = DraftingExecutor(
+                self.executor, MAX_DRAFTS, LookupDrafts("ngram", partial(GuessingDrafter, rng))
+            )
             self.limits = replace(self.limits, max_drafts=MAX_DRAFTS)
         self.scheduler = Scheduler(pool, self.limits)
 

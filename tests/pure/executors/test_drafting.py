@@ -9,6 +9,7 @@ from engine.core.loop import EngineLoop
 from engine.core.types import PENDING, Arrival, Batch, Request, Row, Sampling, StepOutput
 from engine.executors import make_executor
 from engine.executors.drafting import DraftingExecutor, with_drafts
+from engine.executors.lookup_drafts import LookupDrafts
 from engine.executors.ngram import NgramDrafter
 from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor
@@ -60,7 +61,7 @@ def a_batch(start, *token_ids, max_drafts=3, **more):
 def test_steps_are_launched_before_the_tokens_of_those_before_are_known():
     """The second row begins where the accepted drafts of the first one end, and its token is the last of these."""
     blocked = Blocked()
-    executor = DraftingExecutor(blocked, 3, lambda arrival: Counting())
+    executor = DraftingExecutor(blocked, 3, LookupDrafts("ngram", lambda arrival: Counting()))
     first = executor.launch(a_batch(0, 10, max_drafts=0, arrivals=[Arrival(0, [10], 1, GREEDY)]))
     second = executor.launch(a_batch(1, PENDING))
     third = executor.launch(a_batch(2, PENDING))
@@ -80,7 +81,7 @@ def test_steps_are_launched_before_the_tokens_of_those_before_are_known():
 
 def test_a_row_that_is_launched_behind_the_last_token_stays_within_the_request():
     blocked = Blocked()
-    executor = DraftingExecutor(blocked, 3, lambda arrival: Counting())
+    executor = DraftingExecutor(blocked, 3, LookupDrafts("ngram", lambda arrival: Counting()))
     blocked.may_compute.release(3)
     executor.launch(a_batch(0, 10, max_drafts=0, arrivals=[Arrival(0, [10], 1, replace(GREEDY, max_new_tokens=4))]))
     last, beyond = executor.launch(a_batch(1, PENDING)), executor.launch(a_batch(2, PENDING, max_drafts=1))
@@ -94,7 +95,7 @@ def test_a_row_that_is_launched_behind_the_last_token_stays_within_the_request()
 
 
 def test_all_rows_together_have_no_more_drafts_than_the_batch_may_have():
-    executor = DraftingExecutor(CountingExecutor(), 3, lambda arrival: Counting())
+    executor = DraftingExecutor(CountingExecutor(), 3, LookupDrafts("ngram", lambda arrival: Counting()))
     arrivals = [Arrival(slot, [10 * slot], 1, GREEDY) for slot in range(3)]
     rows = [Row(slot, 0, [10 * slot], [[slot]], max_drafts=3) for slot in range(3)]
     step = executor.launch(Batch(rows, arrivals, max_drafts=4))
@@ -107,7 +108,7 @@ def test_a_step_that_fails_fails_those_behind_it():
         def launch(self, batch):
             raise OSError("no device")
 
-    executor = DraftingExecutor(Broken(), 3, lambda arrival: Counting())
+    executor = DraftingExecutor(Broken(), 3, LookupDrafts("ngram", lambda arrival: Counting()))
     steps = [executor.launch(a_batch(0, 10, arrivals=[Arrival(0, [10], 1, GREEDY)])), executor.launch(a_batch(1, 11))]
     for step in steps:
         with pytest.raises(OSError, match="no device"):
@@ -128,7 +129,7 @@ def test_adapters_come_and_go_behind_the_steps_that_were_launched():
             done.append(("drop", len(self.batches_seen)))
 
     blocked = WithAdapters()
-    executor = DraftingExecutor(blocked, 3, lambda arrival: Counting())
+    executor = DraftingExecutor(blocked, 3, LookupDrafts("ngram", lambda arrival: Counting()))
     executor.launch(a_batch(0, 10, arrivals=[Arrival(0, [10], 1, GREEDY)]))
     executor.drop_adapter("a")
     assert done == []
@@ -166,7 +167,7 @@ def test_steps_with_drafts_overlap_on_the_cpu_and_change_no_bit(exported, num_ra
     executor = make_executor(graph_dir, plain)
     executor.allocate(64)
     expected, _ = answers_of(executor, plain)
-    watched = Watched(executor, 4, lambda arrival: NgramDrafter(config))
+    watched = Watched(executor, 4, LookupDrafts.of(config))
     found, stats = answers_of(watched, config)
     assert found == expected
     assert watched.num_ahead > 20

@@ -1,0 +1,49 @@
+"""Costs of a draft model: measured times of its runs, and the time that reading prompts may take. It handles numbers
+only."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from engine.executors.draft_policy import StepTimes
+
+MAX_DEBT = 64.0  # decode steps whose time may be spent on prompts that have not paid for themselves
+REPAID_SHARE = 0.004  # of the time of all steps that prompts may cost without ever paying for themselves
+FIRST_GUESS = 0.25  # time of a draft token of a prompt, in decode runs of the draft model, before it is measured
+
+
+class DraftCosts:
+    """Times of the draft model, by the number of rows of a run.
+
+    Drafting for a request begins with its prompt, which the draft model has not computed. Its time is a debt that later
+    drafts repay. While the debt is too large, no further prompts are read.
+    """
+
+    def __init__(self) -> None:
+        self._runs: defaultdict[int, StepTimes] = defaultdict(lambda: StepTimes(1))
+        self._prompt_token_s = 0.0
+        self._debt_s = 0.0
+
+    def run_s(self, num_rows: int) -> float:
+        """Return the expected time of a run that computes one token for each row."""
+        return self._runs[num_rows].seconds(0)
+
+    def observe(self, num_rows: int, num_prompt_tokens: int, seconds: float) -> float:
+        """Learn from a run. Return the share of its time that reading prompts has taken, which is added to the debt."""
+        if not num_prompt_tokens:
+            self._runs[num_rows].observe(0, seconds)
+            return 0.0
+        prompts_s = max(seconds - self.run_s(num_rows), 0.0)
+        token_s = prompts_s / num_prompt_tokens
+        self._prompt_token_s += (token_s - self._prompt_token_s) * (0.2 if self._prompt_token_s else 1.0)
+        self._debt_s += prompts_s
+        return prompts_s
+
+    def may_read(self, num_tokens: int, step_s: float) -> bool:
+        """Return whether so many tokens of a prompt may be read now. `step_s` is the time of a step without drafts."""
+        token_s = self._prompt_token_s or FIRST_GUESS * self.run_s(1)
+        return self._debt_s + num_tokens * token_s <= MAX_DEBT * step_s
+
+    def repay(self, gain_s: float, step_s: float) -> None:
+        """Subtract from the debt the time that a step has saved by drafts, and a share of the time of the step."""
+        self._debt_s = max(0.0, self._debt_s - max(gain_s, 0.0) - REPAID_SHARE * step_s)

@@ -1,0 +1,52 @@
+"""State that drafting keeps of the request in a slot. Independent of how drafts are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from engine.core.types import PENDING, Row
+from engine.executors.draft_policy import Acceptance
+
+Drafts = list[tuple[int, Sequence[int]]]  # the draft tokens of rows, by the index of the row in its step
+FIRST_SHARE, SHARE_DECAY = 0.7, 0.8  # of `share_right`
+
+
+@dataclass
+class DraftedSlot:
+    """The tokens of the request in a slot, and its last drafts."""
+
+    token_ids: list[int]  # prompt, then the known tokens of the answer
+    prompt_len: int
+    max_len: int  # positions that the request can occupy at most, see `Request.max_len`
+    drafts: Sequence[int] = ()  # the last ones, whether or not a step has verified them
+    drafted_at: int = 0  # number of tokens at that time
+    level: int = 0  # of these drafts, see `Acceptance`
+    was_right: bool = True  # the first of them
+    share_right: float = FIRST_SHARE  # running share of right drafts
+
+    def fill_in(self, row: Row) -> Row:
+        """Return the row with its PENDING token filled in. A request that has meanwhile reached its length limit
+        computes its last position again, with the same token."""
+        if row.token_ids[0] != PENDING:
+            return row
+        start = min(len(self.token_ids), self.max_len) - 1
+        token_id = max(self.token_ids[start], 0)  # the token is NO_TOKEN if the request has failed
+        return row._replace(start=start, token_ids=[token_id, *row.token_ids[1:]])
+
+    def note_drafts(self, drafts: Sequence[int], level: int) -> None:
+        """Note drafts behind the known tokens, which `judge` compares with what follows."""
+        self.drafts, self.drafted_at, self.level = drafts, len(self.token_ids), level
+
+    def judge(self, acceptance: Acceptance) -> None:
+        """Compare the last drafts with the tokens that have followed, which are known even if no step has verified
+        the drafts."""
+        known = self.token_ids[self.drafted_at : self.drafted_at + len(self.drafts)]
+        if known and self.drafts:
+            num_right = sum(
+                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, self.drafts, strict=False))
+            )
+            acceptance.record(self.level, num_right, len(known))
+            self.share_right += (num_right / len(known) - self.share_right) * (1 - SHARE_DECAY)
+            self.was_right, self.drafts = num_right > 0, ()

@@ -1,0 +1,169 @@
+"""Drafts of a draft model: which rows of a step get how many draft tokens, and the runs of the draft model that make
+them. It handles tokens and times, and is independent of tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from engine.core.types import Batch, Row
+from engine.executors.draft_cache import DraftCache
+from engine.executors.draft_costs import DraftCosts
+from engine.executors.draft_policy import DraftPolicy
+from engine.executors.drafted_slot import DraftedSlot, Drafts
+
+NUM_LEVELS = 4  # of how often the drafts of a request were right lately
+SHORT = 16  # tokens that a row may lack in the draft model's cache and still be drafted for in the same step
+CHUNK = 256  # tokens of prompts that the draft model reads in one step
+
+
+class DraftRow(NamedTuple):
+    """The tokens of one slot that a run of the draft model computes, from position `start` on."""
+
+    slot: int
+    start: int
+    token_ids: Sequence[int]
+    samples: bool  # a token after the last one
+    num_answered: int  # tokens of the answer up to there, which select the random number
+
+
+class DraftModel(Protocol):
+    """A draft model on a device."""
+
+    cache: DraftCache
+    max_seq_len: int
+    block_bytes: int
+
+    def allocate(self, num_blocks: int) -> None: ...
+
+    def place(self, batch: Batch) -> None: ...
+
+    def run(self, rows: Sequence[DraftRow]) -> list[int]: ...
+
+
+class Wish(NamedTuple):
+    """A row that gets drafts."""
+
+    row: int  # its index in the step
+    slot: int
+    token_ids: list[int]  # all tokens of the slot
+    prompt_len: int
+    num_drafts: int  # that it gets
+
+
+class ModelDrafts:
+    """Source of drafts that owns a draft model.
+
+    The policy chooses the numbers of drafts before they are made, from the acceptance by position. The draft model
+    reads the tokens of a request when it drafts for it for the first time, at most CHUNK tokens in a step.
+    """
+
+    method = "draft"
+
+    def __init__(self, model: DraftModel, vocab_size: int):
+        """Take the draft model, and the size of the vocabulary of the target model."""
+        self.block_bytes = model.block_bytes
+        self.invested_s = 0.0
+        self._model, self._vocab_size = model, vocab_size
+        self._costs = DraftCosts()
+
+    def allocate(self, num_blocks: int) -> None:
+        self._model.allocate(num_blocks)
+
+    def begin(self, batch: Batch, slots: Mapping[int, DraftedSlot]) -> None:
+        self._model.place(batch)
+
+    def drafts(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], max_drafts: int, policy: DraftPolicy | None
+    ) -> Drafts:
+        self.invested_s = 0.0
+        if policy and not policy.wants_offers:
+            return []
+        wishes = self._wishes(rows, slots, max_drafts, policy)
+        if wishes and policy:
+            wishes = self._chosen(rows, slots, wishes, policy)
+        made = self._make(wishes, policy.step_s(len(rows)) if policy else float("inf")) if wishes else []
+        for wish, tokens in made:
+            slots[wish.slot].note_drafts(tokens, _level(slots[wish.slot]))
+        return [(wish.row, tokens) for wish, tokens in made if tokens]
+
+    def learn(self, gain_s: float, step_s: float) -> None:
+        self._costs.repay(gain_s, step_s)
+
+    def _wishes(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], max_drafts: int, policy: DraftPolicy | None
+    ) -> list[Wish]:
+        """Return the rows that may have drafts, each with as many as it may have."""
+        wishes = []
+        for index, row in enumerate(rows):
+            if row.max_drafts and max_drafts > 0:
+                slot = slots[row.slot]
+                if policy:
+                    slot.judge(policy.acceptance)
+                count = min(row.max_drafts, max_drafts, slot.max_len - 1 - row.start)
+                count = min(count, self._model.max_seq_len - len(slot.token_ids) + 1)
+                if count > 0:
+                    wishes.append(Wish(index, row.slot, slot.token_ids, slot.prompt_len, count))
+                    max_drafts -= count
+        return wishes
+
+    def _chosen(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], wishes: list[Wish], policy: DraftPolicy
+    ) -> list[Wish]:
+        """Return the wishes with the numbers of drafts that the policy chooses. Beside prompts there are none."""
+        if any(len(row.token_ids) > row.num_sampled for row in rows):
+            return []
+        run_s = self._costs.run_s(len(wishes))
+        levels = [(_level(slots[wish.slot]), wish.num_drafts) for wish in wishes]
+        counts = policy.choose_for(rows, levels, lambda depth: depth * run_s)
+        return [wish._replace(num_drafts=count) for wish, count in zip(wishes, counts, strict=True) if count]
+
+    def _make(self, wishes: Sequence[Wish], step_s: float) -> list[tuple[Wish, list[int]]]:
+        """Return the draft tokens of the rows. `step_s` is the time of a step without drafts."""
+        first, ready = self._first_rows(wishes, step_s)
+        made: list[tuple[Wish, list[int]]] = [(wish, []) for wish in ready]
+        rows, alive, position = first, made, 0
+        while rows:
+            tokens = self._run(rows, len(alive))
+            for (_, drafts), token_id in zip(alive, tokens, strict=True):
+                if 0 <= token_id < self._vocab_size:  # padded vocabularies may have different sizes
+                    drafts.append(token_id)
+            position += 1
+            alive = [each for each in alive if len(each[1]) == position < each[0].num_drafts]
+            rows = [self._next_row(wish, drafts) for wish, drafts in alive]
+        return made
+
+    def _first_rows(self, wishes: Sequence[Wish], step_s: float) -> tuple[list[DraftRow], list[Wish]]:
+        """Return the rows of the first run, and the wishes that it samples for. The others only read tokens."""
+        rows, ready, budget = [], [], CHUNK
+        for wish in wishes:
+            start, end = self._model.cache.start(wish.slot, wish.token_ids), len(wish.token_ids)
+            if end - start > SHORT:
+                if not self._costs.may_read(end - start, step_s):
+                    continue
+                end = min(end, start + budget)
+                budget -= end - start
+            if end > start:
+                samples = end == len(wish.token_ids)
+                rows.append(DraftRow(wish.slot, start, wish.token_ids[start:end], samples, end - wish.prompt_len))
+                self._model.cache.advance(wish.slot, end)
+                if samples:
+                    ready.append(wish)
+        return rows, ready
+
+    def _next_row(self, wish: Wish, drafts: Sequence[int]) -> DraftRow:
+        self._model.cache.guess(wish.slot, drafts[-1])
+        position = len(wish.token_ids) + len(drafts) - 1
+        return DraftRow(wish.slot, position, drafts[-1:], True, position + 1 - wish.prompt_len)
+
+    def _run(self, rows: Sequence[DraftRow], num_sampled: int) -> list[int]:
+        began = time.perf_counter()
+        tokens = self._model.run(rows)
+        num_read = sum(len(row.token_ids) for row in rows if len(row.token_ids) > SHORT)
+        self.invested_s += self._costs.observe(num_sampled, num_read, time.perf_counter() - began)
+        return tokens
+
+
+def _level(slot: DraftedSlot) -> int:
+    return min(int(NUM_LEVELS * slot.share_right), NUM_LEVELS - 1)
