@@ -29,11 +29,13 @@ from engine.settings.config import Config
 from engine.settings.tls import key_and_chain, server_context
 from gateway.app import make_app
 from gateway.app_keys import BACKEND, BEGUN, BODY_MEMORY, DRAINING, RUNNING
-from gateway.backend import timeout
+from gateway.backend import Backend, timeout
 from gateway.connection_limits import BACKLOG, MAX_HEADER_BYTES, MAX_HEADERS, ConnectionLimiter, allow_connections
 from gateway.grpc_server.server import GrpcServer
 from gateway.health import SILENT_CLIENT_S
 from gateway.http_responses import is_worth_logging
+from gateway.replicas.backend import ReplicatedBackend
+from gateway.replicas.replica_set import ReplicaSet
 from gateway.triton_client import TritonBackend
 from gateway.triton_connections import TritonConnections
 from gateway.watchdog import end_when_hung
@@ -115,13 +117,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def run(config: Config) -> None:
     """Run the HTTP and gRPC servers of this worker until SIGTERM or SIGINT."""
+    backend: Backend = TritonBackend(TritonConnections(config.triton_target))
+    replicas = ReplicaSet(backend, config) if config.replica_addresses else None
+    if replicas:
+        backend = ReplicatedBackend(replicas)
     # Before the ports are opened, because a wrong setting is found here
-    app = make_app(TritonBackend(TritonConnections(config.triton_target)), config) if config.http_ports else None
+    app = make_app(backend, config) if config.http_ports else None
+    if replicas:
+        replicas.start()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     watching = asyncio.create_task(end_when_hung())
-    await asyncio.gather(serve_grpc(config, stop), *[serve_http(app, config, stop)] if app else [])
+    await asyncio.gather(serve_grpc(config, stop, replicas), *[serve_http(app, config, stop)] if app else [])
     watching.cancel()
 
 
@@ -131,9 +139,9 @@ async def serve_http(app: web.Application, config: Config, stop: asyncio.Event) 
     await serve(app, socks, stop, config.drain_timeout_s, server_context(config))
 
 
-async def serve_grpc(config: Config, stop: asyncio.Event) -> None:
+async def serve_grpc(config: Config, stop: asyncio.Event, replicas: ReplicaSet | None = None) -> None:
     """Serve gRPC until `stop` is set, then drain. Raise OSError if the port cannot be used."""
-    server = GrpcServer(TritonConnections(config.triton_target), config)
+    server = GrpcServer(TritonConnections(config.triton_target), config, replicas)
     credentials = grpc.ssl_server_credentials([key_and_chain(config)]) if config.tls_cert_file else None
     address = f"{in_url(config.service_host)}:{config.service_grpc_port}"
     try:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,7 @@ class InferCall:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 yield response
         except grpc.aio.AioRpcError as error:
-            known = _known(error, self._is_accepted)
+            known = self._connections.as_request_error(error, self._is_accepted)
             if isinstance(known, ModelUnreachable):
                 known.was_seen_recently = time.monotonic() - self._connections.last_seen_at < RESTART_WITHIN_S
             raise known from None
@@ -138,10 +138,23 @@ class TritonConnections:
             raise EngineUnavailable("the gateway is stopping")
         connection = min(self._connections, key=lambda each: len(each.calls), default=None)
         if connection is None or len(connection.calls) >= STREAMS_PER_CHANNEL:
-            channel = grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS)
-            connection = _TritonConnection(channel, channel.unary_stream(f"/{SERVICE}/ModelStreamInfer"))
+            channel = self._open()
+            connection = _TritonConnection(channel, self._method(channel))
             self._connections.append(connection)
         return connection
+
+    def _open(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS)
+
+    def _method(self, channel: grpc.aio.Channel) -> Callable[[bytes], Any]:
+        """Return the method that sends a request on the channel and returns the call."""
+        return channel.unary_stream(f"/{SERVICE}/ModelStreamInfer")
+
+    def as_request_error(self, error: grpc.aio.AioRpcError, is_accepted: bool) -> RequestError:
+        """Return the error of a call for its client. `is_accepted`: the peer was connected when the call was sent."""
+        if error.code() in BROKEN:
+            return (ModelLost if is_accepted else ModelUnreachable)(failure(error))
+        return ERRORS.get(error.code(), RequestError)(failure(error))
 
 
 async def _is_there(channel: grpc.aio.Channel) -> bool:
@@ -164,12 +177,6 @@ ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
 
 # gRPC itself reports a connection that breaks while a request is written as INTERNAL; tritonserver uses none of these.
 BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-
-
-def _known(error: grpc.aio.AioRpcError, is_accepted: bool) -> RequestError:
-    if error.code() in BROKEN:
-        return (ModelLost if is_accepted else ModelUnreachable)(failure(error))
-    return ERRORS.get(error.code(), RequestError)(failure(error))
 
 
 def failure(error: grpc.aio.AioRpcError) -> str:

@@ -8,7 +8,6 @@ they connect again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import select
@@ -26,7 +25,7 @@ from engine.executors import LOADING, make_host
 from engine.executors.ranks import RanksExecutor, serve, wait_until_ready
 from engine.executors.rendezvous import join_master, lost, wait_for_followers
 from engine.executors.step import Mask
-from engine.exporting.manifest import CONFIG, MANIFEST
+from engine.exporting.files import CONFIG, MANIFEST, model_hash
 from engine.ops.cpu import group
 from engine.settings.config import Config
 
@@ -95,10 +94,9 @@ def follow(graph_dir: Path, config: Config, tell: Tell) -> NoReturn:
 
 def facts(graph_dir: Path, config: Config) -> dict[str, Any]:
     """Return the settings that must be equal on all hosts, by names that error messages can show."""
-    model = hashlib.sha256(b"".join((graph_dir / name).read_bytes() for name in (MANIFEST, CONFIG)))
     names = ",".join(config.machines.ips)
     settings = {"MP_NUM": config.mp_num, "POD_IPS": names, "BATCH_SIZE": config.batch_size}
-    return {**settings, f"the hash of {MANIFEST} and {CONFIG}": model.hexdigest()[:16]}
+    return {**settings, f"the hash of {MANIFEST} and {CONFIG}": model_hash(graph_dir)}
 
 
 def end_with(connection: Connection, ip: str) -> None:

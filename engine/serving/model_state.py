@@ -33,4 +33,6 @@ def model_state(service: Service, processor: InputProcessor, max_running: int, w
         loras=processor.loras.names(),
         metrics=samples(service, max_running) if with_metrics else None,
         last_requests=service.latency.recent() if with_metrics else None,
+        num_waiting_tokens=int(stats.get("num_waiting_tokens", 0)),
+        model_hash=processor.model_hash,
     )

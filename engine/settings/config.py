@@ -15,12 +15,13 @@ from engine.settings.grammars import GrammarSettings
 from engine.settings.loras import LoraSettings
 from engine.settings.ports import Ports
 from engine.settings.processes import Processes
+from engine.settings.replicas import ReplicaSettings
 from engine.settings.setting import given, parse
 
 
 @dataclass(frozen=True)
 class Config(
-    Processes, GrammarSettings, Answers, Capacity, LoraSettings, Ports
+    Processes, GrammarSettings, Answers, Capacity, LoraSettings, ReplicaSettings, Ports
 ):  # dataclass takes the fields of the last one first
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
@@ -63,6 +64,7 @@ class Config(
             self.check_model_paths,
             self.check_overrides,
             self.check_loras,
+            self.check_replicas,
             self.check_socket_paths,
             self.check_key,
             self.check_origin,

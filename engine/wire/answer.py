@@ -74,6 +74,8 @@ class ModelState(msgspec.Struct, frozen=True, tag="state", array_like=True):
     loras: list[str] | None = None  # names of the loaded adapters
     metrics: list[Any] | None = None  # samples for gateway/metrics.py, if requested
     last_requests: list[Any] | None = None  # recently ended requests, the latest first, if requested
+    num_waiting_tokens: int = 0  # prompt tokens of the waiting requests
+    model_hash: str = ""  # of the exported model's manifest and config; equal on machines that serve the same model
     is_end: ClassVar[bool] = True
 
     def fields(self) -> dict[str, Any]:

@@ -24,8 +24,11 @@ from engine.wire import Owner
 from gateway.api_keys import InvalidApiKey, owner_of
 from gateway.body_memory import BodyMemoryBudget
 from gateway.grpc_server.message_limits import IncomingMessages, IncompleteMessageLimiter
+from gateway.grpc_server.replica_methods import ReplicaMethods
 from gateway.grpc_server.stream import STOPPING, InferStream, StreamContext
 from gateway.health import ANSWER_WITHIN_S, readiness
+from gateway.replicas.backend import ReplicatedBackend
+from gateway.replicas.replica_set import ReplicaSet
 from gateway.triton_client import TritonBackend
 from gateway.triton_connections import SERVICE, TritonConnections, failure
 
@@ -80,12 +83,14 @@ Respond = Callable[[Any, Any], Awaitable[None]]
 class GrpcServer(grpc.GenericRpcHandler):
     """gRPC server of one worker. It belongs to the event loop in which it is created."""
 
-    def __init__(self, connections: TritonConnections, config: Config):
+    def __init__(self, connections: TritonConnections, config: Config, replicas: ReplicaSet | None = None):
         self._connections = connections
+        self._of_replicas = ReplicaMethods(replicas, connections) if replicas else None
         self._owners = config.owners
         ready = readiness(TritonBackend(connections), ANSWER_WITHIN_S)
         served, body_memory = ServedModel(config.run_path), BodyMemoryBudget.for_worker(config)
-        self._shared = StreamContext(connections, ready, served, body_memory, config.max_body_bytes)
+        replicated = ReplicatedBackend(replicas) if replicas else None
+        self._shared = StreamContext(connections, ready, served, body_memory, config.max_body_bytes, replicated)
         self._streams: set[InferStream] = set()
         self._limiter = IncompleteMessageLimiter(body_memory.max_bytes)
         self._watch: asyncio.Task[None] | None = None
@@ -123,6 +128,10 @@ class GrpcServer(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Return the handler of a call. gRPC invokes it for every call."""
         method = handler_call_details.method.lstrip("/")
+        if self._of_replicas and method in self._of_replicas.methods:
+            if self._of_replicas.is_replica(handler_call_details.invocation_metadata):
+                return grpc.stream_stream_rpc_method_handler(self._for_replica(self._of_replicas.methods[method]))
+            return _refusing(grpc.StatusCode.UNAUTHENTICATED, "API_KEY and API_KEYS must be equal on all replicas")
         if method not in UNGUARDED and self._owner(handler_call_details.invocation_metadata) is None:
             text = "the API key is missing or wrong, the metadata must have `authorization: Bearer <key>`"
             return _refusing(grpc.StatusCode.UNAUTHENTICATED, text)
@@ -165,6 +174,13 @@ class GrpcServer(grpc.GenericRpcHandler):
                 stream.num_requests,
                 stream.num_responses,
             )
+
+    def _for_replica(self, respond: Callable[[IncomingMessages, Any], Awaitable[None]]) -> Respond:
+        async def limited(_: Any, context: Any) -> None:
+            with self._limiter.incoming(context) as incoming:
+                await respond(incoming, context)
+
+        return limited
 
     async def _reflect(self, _: Any, context: Any) -> None:
         from gateway.grpc_server import reflection  # imported late because few clients use it

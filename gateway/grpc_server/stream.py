@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,11 @@ from engine import wire
 from engine.errors import InvalidRequest, RequestError
 from engine.settings.served import ServedModel
 from engine.wire.triton import DATATYPE, MODEL, OUTPUT, VERSION, encode_string
+from gateway.backend import Backend
 from gateway.body_memory import BodyMemoryBudget, BodyMemoryReservation
 from gateway.grpc_server.message_limits import IncomingMessages
 from gateway.grpc_server.request import MAX_ID_LEN, InvalidInferRequest, parse, payload_of, rewritten
-from gateway.grpc_server.retry import retrying_responses
+from gateway.grpc_server.retry import RETRY_TIMEOUT_S, retrying_responses
 from gateway.health import CachedHealthCheck
 from gateway.idle_timer import IdleTimer
 from gateway.triton_connections import TritonConnections
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 
 MAX_OPEN = 256  # running requests of one stream; further ones are read when some have finished
 CLIENT_TIMEOUT_S = 300.0  # a client that reads nothing for so long counts as disconnected
+QUESTIONS = {*wire.CONTROL_KEYS}  # keys of requests that only the own model answers
 STOPPING = "the server is stopping"
 
 
@@ -42,6 +45,7 @@ class StreamContext:
     served: ServedModel  # which model is served
     body_memory: BodyMemoryBudget
     max_body_bytes: int
+    replicated: Backend | None = None  # all replicas of the model, if there are others
 
 
 @dataclass(eq=False)
@@ -144,8 +148,7 @@ class InferStream:
 
     async def _answer(self, name: str, request: bytes, reservation: BodyMemoryReservation) -> None:
         try:
-            shared = self.shared
-            async for response in retrying_responses(shared.connections, shared.ready, shared.served, request):
+            async for response in self._responses(name, request):
                 reservation.release()
                 await self._write(response)
         except asyncio.CancelledError:
@@ -157,6 +160,15 @@ class InferStream:
                 if not isinstance(error, RequestError):
                     log.exception("a request failed unexpectedly")
                 await self._end(name, error if isinstance(error, RequestError) else RequestError("internal error"))
+
+    def _responses(self, name: str, request: bytes) -> AsyncGenerator[bytes, None]:
+        """Return the responses to a request: from a replica if there are others and it is one for the model."""
+        shared = self.shared
+        if shared.replicated:
+            body = wire.only_object(payload_of(parse(request)))
+            if not body.keys() & QUESTIONS:
+                return _replicated(shared.replicated, name, body)
+        return retrying_responses(shared.connections, shared.ready, shared.served, request)
 
     def _has_ended(self, answer: asyncio.Task[None]) -> None:
         self._answers.discard(answer)
@@ -186,11 +198,25 @@ def _refusal(name: str, error: InvalidInferRequest | RequestError) -> bytes:
     return response.SerializeToString()
 
 
+async def _replicated(backend: Backend, name: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    try:
+        async with contextlib.aclosing(backend.generate(body, RETRY_TIMEOUT_S)) as answers:
+            async for answer in answers:
+                yield _response(name, answer)
+    except RequestError as error:
+        yield _response(name, wire.Failure(error, wire.req_id_of(body)))
+
+
 def _failure(name: str, error: RequestError) -> bytes:
+    return _response(name, wire.Failure(error))
+
+
+def _response(name: str, answer: wire.Answer) -> bytes:
+    """Return the response that tritonserver would send."""
     response = service_pb2.ModelStreamInferResponse()
     inference = response.infer_response
     inference.model_name, inference.model_version, inference.id = MODEL, VERSION, name
-    inference.parameters["triton_final_response"].bool_param = True
+    inference.parameters["triton_final_response"].bool_param = answer.is_end
     inference.outputs.add(name=OUTPUT, datatype=DATATYPE, shape=[1])
-    inference.raw_output_contents.append(encode_string(wire.native_json(wire.Failure(error))))
+    inference.raw_output_contents.append(encode_string(wire.native_json(answer)))
     return response.SerializeToString()

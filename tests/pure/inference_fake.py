@@ -98,7 +98,7 @@ def run(scenario):
 
 
 @contextlib.asynccontextmanager
-async def serving(folder, triton, credentials=None, **settings):
+async def serving(folder, triton, credentials=None, replicas=None, **settings):
     """-> the front and the port where it listens."""
     config = Config(run_dir=str(folder), **settings)
     config.triton_socket.parent.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ async def serving(folder, triton, credentials=None, **settings):
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, behind)
     behind.add_insecure_port(config.triton_target)
     await behind.start()
-    front = GrpcServer(TritonConnections(config.triton_target), config)
+    front = GrpcServer(TritonConnections(config.triton_target), config, replicas)
     port = await front.start("127.0.0.1:0", credentials)
     try:
         yield front, port

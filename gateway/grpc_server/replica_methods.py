@@ -1,0 +1,61 @@
+"""Methods of the gRPC server that only other replicas may call: polls, and requests for the model of this server.
+
+The front end has checked the request and knows its owner. Responses of the model are forwarded as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import msgspec
+
+from engine import wire
+from engine.errors import EngineUnavailable, RequestError
+from gateway.grpc_server.message_limits import IncomingMessages
+from gateway.grpc_server.request import InvalidInferRequest, parse, payload_of
+from gateway.replicas.connections import INFER, POLL, TOKEN
+from gateway.replicas.replica_set import ReplicaSet
+from gateway.replicas.served import read_poll, write
+from gateway.triton_connections import TritonConnections
+
+MESSAGE_TIMEOUT_S = 10.0  # longest wait for the message of a call
+Respond = Callable[[IncomingMessages, Any], Awaitable[None]]
+
+
+class ReplicaMethods:
+    """The service `llm.Replicas` of one server."""
+
+    def __init__(self, replicas: ReplicaSet, connections: TritonConnections):
+        self._replicas, self._connections = replicas, connections
+        self.methods: dict[str, Respond] = {POLL: self._poll, INFER: self._infer}
+
+    def is_replica(self, metadata: Any) -> bool:
+        """Return whether the caller has the same API keys as this server."""
+        given = next((value for name, value in metadata if name == TOKEN), "")
+        return isinstance(given, str) and hmac.compare_digest(given.encode(), self._replicas.token.encode())
+
+    async def _poll(self, incoming: IncomingMessages, context: Any) -> None:
+        message = await incoming.next(MESSAGE_TIMEOUT_S) or b""  # EOF is falsy
+        try:
+            poll = read_poll(message)
+        except msgspec.DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message is no poll of this version")
+        await context.write(write(await self._replicas.summary(poll)))
+
+    async def _infer(self, incoming: IncomingMessages, context: Any) -> None:
+        message = await incoming.next(MESSAGE_TIMEOUT_S) or b""
+        incoming.is_in_use = True
+        with contextlib.suppress(InvalidInferRequest, RequestError):  # the model refuses it
+            self._replicas.served.note(wire.only_object(payload_of(parse(message))))
+        try:
+            with self._connections.infer(message) as inference:
+                async for response in inference.responses():
+                    await context.write(response)
+        except EngineUnavailable as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except RequestError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))

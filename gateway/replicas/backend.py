@@ -1,0 +1,182 @@
+"""Backend over several replicas: a request is placed on one of them, and continues on another one if that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from hashlib import blake2b
+from typing import Any
+
+from engine.errors import EngineUnavailable, Overloaded, RequestError, UnknownAnswer
+from engine.wire import (
+    STORE,
+    Aborted,
+    Delta,
+    DetokenizeResponse,
+    LoraList,
+    ModelState,
+    Owner,
+    StoredResponse,
+    TokenizeResponse,
+    owner_of,
+)
+from gateway.backend import RESTART_WITHIN_S, ModelLost, ModelUnreachable
+from gateway.replicas.placement import prompt_keys
+from gateway.replicas.replica import Replica
+from gateway.replicas.replica_set import ReplicaSet
+from gateway.retry import MAX_LOSSES, ReceivedTokens
+
+log = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 0.1
+
+
+class ReplicatedBackend:
+    """Backend (`gateway.backend.Backend`) over the replicas of a ReplicaSet."""
+
+    def __init__(self, replicas: ReplicaSet):
+        self.replicas = replicas
+
+    async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
+        """Yield the answers to one request. After a loss the next replica continues after the last token."""
+        request = _Placement(self.replicas, with_seed(body), timeout_s)
+        while True:
+            replica = await request.next_replica()
+            if replica is self.replicas.local:
+                self.replicas.served.note(body, request.keys)
+            try:
+                answers = replica.generate(request.rest, request.keys, timeout_s)
+                async with contextlib.aclosing(answers):
+                    async for answer in answers:
+                        request.was_answered(answer)
+                        yield answer
+                return
+            except (EngineUnavailable, Overloaded) as error:
+                request.was_refused(error, replica)
+
+    async def probe(self, with_metrics: bool = False) -> ModelState:
+        """Return the state of this server's model, or that of another replica if this server cannot answer."""
+        try:
+            state = await self.replicas.local.backend.probe(with_metrics)
+        except EngineUnavailable:
+            state = None
+        others = [each.state for each in self.replicas.others if each.state and each.state.ready]
+        if (state is None or not state.ready) and others:
+            return others[0]
+        if state is None:
+            raise ModelUnreachable("the model server does not answer, and no other replica does")
+        return state
+
+    async def abort(self, req_id: str, owner: Owner) -> Aborted:
+        """End an open request, whichever replica computes it."""
+        aborted = Aborted(req_id, False)
+        for each in self._answering():
+            with contextlib.suppress(EngineUnavailable):
+                aborted = await each.backend.abort(req_id, owner)
+            if aborted.aborted:
+                break
+        return aborted
+
+    async def about_tokens(self, question: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
+        return await self._answering()[0].backend.about_tokens(question)
+
+    async def change_loras(self, question: dict[str, Any], owner: Owner) -> LoraList:
+        """Change the adapters of this server. Requests that name one are sent to replicas that have it."""
+        return await self.replicas.local.backend.change_loras(question, owner)
+
+    async def stored_response(self, body: dict[str, Any]) -> StoredResponse:
+        """Return a stored response, whichever replica has it. A background response begins on this server."""
+        unknown: RequestError = UnknownAnswer("there is no such response")
+        for each in [self._answering()[0]] if STORE in body else self._answering():
+            try:
+                return await each.backend.stored_response(body)
+            except (UnknownAnswer, EngineUnavailable) as error:
+                unknown = unknown if isinstance(error, EngineUnavailable) else error
+        raise unknown
+
+    async def is_live(self) -> bool:
+        return await self.replicas.local.backend.is_live()
+
+    async def close(self) -> None:
+        await self.replicas.close()
+
+    def _answering(self) -> list[Replica]:
+        """Return the replicas that are ready, this server first; this server alone if none is."""
+        ready = [each for each in (self.replicas.local, *self.replicas.others) if each.is_ready]
+        return ready or [self.replicas.local]
+
+
+class _Placement:
+    """One request: the tokens that were received, and the replicas that may continue it."""
+
+    def __init__(self, replicas: ReplicaSet, body: dict[str, Any], timeout_s: float):
+        self.keys = prompt_keys(body)
+        self.rest = body  # the request for the tokens that are missing
+        self._replicas, self._body, self._timeout_s = replicas, body, timeout_s
+        self._received = ReceivedTokens()
+        self._model: str | None = None  # hash of the model that has begun the answer
+        self._model_of_replica = ""  # hash of the model of the last replica
+        self._tried: list[Replica] = []  # replicas that are full
+        self._num_losses = 0
+        self._error: RequestError = EngineUnavailable("no replica of the model is ready; retry later")
+        self._may_be_known = self._is_resumed
+        self._deadline = asyncio.get_running_loop().time() + min(timeout_s, RESTART_WITHIN_S)
+
+    @property
+    def _is_resumed(self) -> bool:
+        return self._body.get("resume_from") is not None or bool(self._body.get(STORE, {}).get("is_background"))
+
+    async def next_replica(self) -> Replica:
+        """Return the replica for the rest of the request. Wait for one, or raise the error of the last one."""
+        if self._may_be_known:
+            self._may_be_known = False
+            owner, req_id = owner_of(self._body).name, self._body.get("req_id")
+            if isinstance(req_id, str) and (found := await self._replicas.find(owner, req_id)):
+                self._model_of_replica = found.model
+                return found
+        clock, lora = asyncio.get_running_loop().time, self._body.get("lora_name")
+        while True:
+            if replica := self._replicas.choose(self.keys, self._model, self._tried, lora):
+                self._model_of_replica = replica.model
+                return replica
+            if isinstance(self._error, Overloaded) and not self._received or clock() >= self._deadline:
+                raise self._error
+            self._tried.clear()
+            await asyncio.sleep(CHECK_EVERY_S)
+
+    def was_answered(self, answer: Delta) -> None:
+        """Record an answer."""
+        if self._model is None:
+            self._model = self._model_of_replica
+        self._num_losses = 0
+        self._received.add(answer)
+
+    def was_refused(self, error: EngineUnavailable | Overloaded, replica: Replica) -> None:
+        """Prepare the request for the next replica. Raise `error` if the request itself may be the cause."""
+        self._num_losses += isinstance(error, ModelLost)
+        if error.field is not None or self._num_losses > MAX_LOSSES:
+            raise error
+        if isinstance(error, Overloaded):
+            self._tried.append(replica)
+        else:
+            replica.suspend(str(error))
+            log.warning("%s: a request is sent to another replica: %s", replica.name, error)
+        if self._received or isinstance(error, ModelLost):
+            self._deadline = asyncio.get_running_loop().time() + self._timeout_s
+        # Another kind of error, because the caller would wait for a server that restarts
+        self._error = EngineUnavailable(str(error)) if isinstance(error, ModelUnreachable) else error
+        if self._received or self._is_resumed:
+            self.rest = self._received.rest(self._body)
+
+
+def with_seed(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the request with a seed, if it has none, so that every replica gives the same answer. The seed follows
+    from `req_id`, so that a client that resumes its answer at another front end gets the same seed.
+    """
+    req_id = body.get("req_id")
+    if body.get("infer_seed") is not None or body.get("seed") is not None or not isinstance(req_id, str):
+        return body
+    digest = blake2b(req_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return {**body, "infer_seed": int.from_bytes(digest, "little") >> 1}

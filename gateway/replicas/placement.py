@@ -1,0 +1,133 @@
+"""Placement of a request on a replica, by the part of its prompt that the replica has cached and by its load.
+
+It works on the text of the prompt, so it needs no tokenizer. It opens no connections and reads no clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Protocol, TypeVar
+
+PIECE_CHARS = 512  # characters of the prompt in one key
+MAX_KEYS = 1024  # of one prompt
+CHARS_PER_TOKEN = 4  # a usual ratio; only the order of the scores depends on it
+SESSION_CHARS, PREFIX_CHARS = 4096, 1024  # of a prompt that is not a chat
+NUM_BY_SESSION, NUM_BY_PREFIX = 2, 8  # candidates
+MAX_KNOWN_KEYS = 1 << 16  # of one replica: 8 million tokens
+
+
+@dataclass(frozen=True)
+class PromptKeys:
+    """Hashes of a prompt: `chain` has one for each prefix of a multiple of PIECE_CHARS characters."""
+
+    chain: tuple[bytes, ...]
+    session: bytes  # the same for all turns of a conversation
+    prefix: bytes  # the same for all conversations with one system prompt
+    num_chars: int
+
+
+def prompt_keys(body: dict[str, Any]) -> PromptKeys:
+    """Return the keys of the prompt in `body`, which need not be a valid request."""
+    root = json.dumps([body.get(name) for name in ("cache_salt", "lora_name", "tools", "system")]).encode()
+    messages = body.get("messages")
+    if isinstance(messages, list) and messages:
+        roles = [each.get("role") if isinstance(each, dict) else None for each in messages]
+        texts = [json.dumps(each, ensure_ascii=False, sort_keys=True) for each in messages]
+        num_system = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+        num_first = next((i for i, role in enumerate(roles) if role == "user"), 0) + 1
+        text = "".join(texts)
+        prefix = "".join(texts[:num_system]) or text[:PREFIX_CHARS]
+        session = "".join(texts[:num_first])
+    else:
+        given = body.get("text")
+        text = given if isinstance(given, str) else json.dumps(body.get("input_ids"))
+        session, prefix = text[:SESSION_CHARS], text[:PREFIX_CHARS]
+    chain, found = [], root
+    for begin in range(0, min(len(text) - PIECE_CHARS + 1, MAX_KEYS * PIECE_CHARS), PIECE_CHARS):
+        found = _key(found, text[begin : begin + PIECE_CHARS])
+        chain.append(found)
+    return PromptKeys(tuple(chain), _key(root, session), _key(root, prefix), len(text))
+
+
+def _key(before: bytes, text: str) -> bytes:
+    return blake2b(before + text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+class KnownPrefixes:
+    """Keys of the prompts that a replica has computed. The least recently used ones are forgotten, as in its cache."""
+
+    def __init__(self, keys: Iterable[bytes] = ()) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
+
+    def add(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Add the keys and return those that are new."""
+        new = []
+        for key in keys:
+            if key in self._keys:
+                self._keys.move_to_end(key)
+            else:
+                self._keys[key] = None
+                new.append(key)
+        while len(self._keys) > MAX_KNOWN_KEYS:
+            self._keys.popitem(last=False)
+        return new
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Forget keys that have turned out not to be cached."""
+        for key in keys:
+            self._keys.pop(key, None)
+
+    def num_uncached_tokens(self, keys: PromptKeys) -> int:
+        """Return about how many tokens of a prompt would have to be computed; at least 1."""
+        num_known = next((i for i, key in enumerate(keys.chain) if key not in self._keys), len(keys.chain))
+        return (keys.num_chars - num_known * PIECE_CHARS) // CHARS_PER_TOKEN + 1
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._keys)
+
+
+class Candidate(Protocol):
+    """Fields of a replica on which its placement depends."""
+
+    @property
+    def identity(self) -> bytes: ...
+
+    @property
+    def known(self) -> KnownPrefixes: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_queued_tokens(self) -> int: ...
+
+
+R = TypeVar("R", bound=Candidate)
+
+
+def choose(keys: PromptKeys, replicas: Sequence[R]) -> R | None:
+    """Return the replica for a prompt, or None if there are none.
+
+    Candidates are the first replicas by rendezvous hashing of the session and of the prefix, so that every front end
+    has the same ones. The candidate with the lowest (uncached + queued tokens) * (running requests + 1) is chosen.
+    """
+    by_session = _ranked(keys.session, replicas)[:NUM_BY_SESSION]
+    by_prefix = _ranked(keys.prefix, replicas)[:NUM_BY_PREFIX]
+    return min(
+        {each.identity: each for each in (*by_session, *by_prefix)}.values(), key=lambda r: score(keys, r), default=None
+    )
+
+
+def score(keys: PromptKeys, replica: Candidate) -> int:
+    """Return the cost of a prompt on a replica; lower is better."""
+    return (replica.known.num_uncached_tokens(keys) + replica.num_queued_tokens) * (replica.num_running + 1)
+
+
+def _ranked(key: bytes, replicas: Sequence[R]) -> list[R]:
+    return sorted(
+        replicas, key=lambda replica: blake2b(replica.identity, key=key, digest_size=8).digest(), reverse=True
+    )

@@ -1,0 +1,102 @@
+"""One replica as a front end sees it: its state, its load, and the answers that it is generating."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.wire import Delta, ModelState
+from gateway.backend import Backend, ModelLost
+from gateway.replicas.placement import KnownPrefixes, PromptKeys
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """A request that this front end has sent to a replica."""
+
+    num_tokens: int  # about how many tokens of the prompt are to be computed; 0 after the first answer
+    inbox: asyncio.Queue[Delta | Exception]
+
+
+class Replica:
+    """A server of the model. `make_backend` connects to it; `identity` is the same for all front ends."""
+
+    def __init__(self, name: str, make_backend: Callable[[], Backend]):
+        self.name = name
+        self.identity = b""
+        self.known = KnownPrefixes()
+        self.state: ModelState | None = None  # None: it does not answer
+        self.reason = "it has not answered yet"
+        self._make_backend = make_backend
+        self.backend = make_backend()
+        self._open: set[OpenRequest] = set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the model of the replica answers."""
+        return self.state is not None and self.state.ready
+
+    @property
+    def model(self) -> str:
+        """Return the hash of the replica's model."""
+        return self.state.model_hash if self.state else ""
+
+    @property
+    def num_running(self) -> int:
+        """Return the number of open requests: those of all front ends at the last poll, or those of this one now."""
+        return max(self.state.num_open if self.state else 0, len(self._open))
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Return about how many tokens of prompts wait: of all front ends at the last poll, or of this one now."""
+        return max(self.state.num_waiting_tokens if self.state else 0, sum(each.num_tokens for each in self._open))
+
+    async def generate(self, body: dict[str, Any], keys: PromptKeys, timeout_s: float) -> AsyncGenerator[Delta, None]:
+        """Yield the answers of this replica. Raise ModelLost as soon as the replica is lost."""
+        opened = OpenRequest(self.known.num_uncached_tokens(keys), asyncio.Queue())
+        reading = asyncio.create_task(_read(self.backend, body, timeout_s, opened.inbox))
+        self._open.add(opened)
+        try:
+            while True:
+                answer = await opened.inbox.get()
+                if isinstance(answer, Exception):
+                    raise answer
+                if opened.num_tokens:
+                    self._begun(opened, keys, answer)
+                yield answer
+                if answer.is_end:
+                    await reading  # a stream to tritonserver must end by itself
+                    return
+        finally:
+            self._open.discard(opened)
+            reading.cancel()
+
+    def _begun(self, opened: OpenRequest, keys: PromptKeys, answer: Delta) -> None:
+        opened.num_tokens = 0
+        if answer.usage.cached_tokens == 0:  # it has evicted them
+            self.known.discard(keys.chain)
+        self.known.add(keys.chain)
+
+    def lose(self, reason: str) -> None:
+        """End all requests of this front end with ModelLost, and connect anew."""
+        self.state, self.reason = None, reason
+        for each in self._open:
+            each.inbox.put_nowait(ModelLost(f"the replica {self.name} is lost: {reason}"))
+        self._closing = asyncio.ensure_future(self.backend.close())
+        self.backend = self._make_backend()
+
+    def suspend(self, reason: str) -> None:
+        """Send no requests until the next poll has been answered."""
+        self.state, self.reason = None, reason
+
+
+async def _read(backend: Backend, body: dict[str, Any], timeout_s: float, inbox: asyncio.Queue[Any]) -> None:
+    try:
+        async with contextlib.aclosing(backend.generate(body, timeout_s)) as answers:
+            async for answer in answers:
+                inbox.put_nowait(answer)
+    except Exception as error:
+        inbox.put_nowait(error)

@@ -1,0 +1,177 @@
+"""The replicas of this model: they are found by REPLICAS, and polled twice a second for their state and their load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import grpc
+
+from engine.address import in_url
+from engine.settings.config import Config
+from gateway.backend import Backend
+from gateway.health import ANSWER_WITHIN_S, CachedHealthCheck, readiness
+from gateway.replicas.connections import ReplicaConnections, replica_credentials, replica_token
+from gateway.replicas.placement import KnownPrefixes, PromptKeys, choose
+from gateway.replicas.replica import Replica
+from gateway.replicas.served import Poll, ServedRequests, Summary, read_summary, write
+from gateway.triton_client import TritonBackend
+
+log = logging.getLogger(__name__)
+
+POLL_EVERY_S = 0.5
+SILENT_S = 2.0  # a replica without an answer for this time is lost
+RESOLVE_EVERY_S = 5.0
+FIND_WITHIN_S = 1.0
+
+Address = tuple[str, int]
+
+
+class RemoteReplica(Replica):
+    """Another server. `is_self` is set when it turns out to be this one."""
+
+    def __init__(self, address: Address, host: str, token: str, credentials: grpc.ChannelCredentials | None):
+        self._connect = partial(ReplicaConnections, address, host, token, credentials)
+        super().__init__(f"{in_url(address[0])}:{address[1]}", self._make)
+        self.is_self = False
+        self._num_keys = 0
+        self._answered_at = time.monotonic()
+
+    def _make(self) -> Backend:
+        self._connections = self._connect()
+        return TritonBackend(self._connections)
+
+    async def poll(self, find: tuple[str, str] | None = None, within_s: float = SILENT_S) -> Summary:
+        """Ask for the news. Raise AioRpcError."""
+        question = write(Poll(self.identity, self._num_keys, find))
+        summary = read_summary(await self._connections.poll(question, within_s))
+        self._answered_at = time.monotonic()
+        self._take(summary)
+        return summary
+
+    def _take(self, summary: Summary) -> None:
+        if summary.is_all:
+            self.known = KnownPrefixes()
+        self.known.add(summary.keys)
+        self.identity, self._num_keys = summary.identity, summary.num_keys
+        if summary.state and not self.state:
+            log.info("replica %s answers, model %s", self.name, summary.state.model_hash)
+        self.state, self.reason = summary.state, summary.reason
+
+    async def watch(self, own_identity: bytes) -> None:
+        """Poll until cancelled, or until this is found to be the server itself."""
+        while not self.is_self:
+            started = time.monotonic()
+            try:
+                await self.poll(within_s=max(0.1, self._answered_at + SILENT_S - started))
+                self.is_self = self.identity == own_identity
+            except grpc.aio.AioRpcError as error:
+                self._note_failure(f"{error.code().name.lower()}: {error.details()}")
+            except Exception as error:  # whatever it is, the replica is asked again
+                self._note_failure(f"{type(error).__name__}: {error}")
+            await asyncio.sleep(max(0.0, started + POLL_EVERY_S - time.monotonic()))
+        await self.backend.close()
+
+    def _note_failure(self, reason: str) -> None:
+        is_silent = time.monotonic() - self._answered_at >= SILENT_S - 0.05
+        if reason != self.reason:
+            log.warning("replica %s does not answer: %s", self.name, reason)
+        self.suspend(reason)
+        if is_silent:
+            self.lose(f"no answer for {SILENT_S:g} s")
+            self._answered_at = time.monotonic()
+
+
+class ReplicaSet:
+    """This server (`local`) and the other replicas. `start` must be called in the event loop that uses it."""
+
+    def __init__(self, local: Backend, config: Config):
+        self.served = ServedRequests()
+        self.local = Replica("this server", lambda: local)
+        self.local.identity, self.local.known = self.served.identity, self.served.known
+        self._local_ready: CachedHealthCheck = readiness(local, ANSWER_WITHIN_S)
+        self._addresses = config.replica_addresses
+        self.token = replica_token(config)
+        self._new_replica: Callable[[Address, str], RemoteReplica] = partial(
+            RemoteReplica, token=self.token, credentials=replica_credentials(config)
+        )
+        self._remote: dict[Address, tuple[RemoteReplica, asyncio.Task[None]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to resolve the names and to poll."""
+        self._tasks = [asyncio.create_task(self._watch_local()), asyncio.create_task(self._resolve())]
+
+    async def close(self) -> None:
+        """Stop polling and close all connections."""
+        watching = [task for _, task in self._remote.values()]
+        for task in (*self._tasks, *watching):
+            task.cancel()
+        await asyncio.gather(*(each.backend.close() for each in (self.local, *self.others)))
+
+    @property
+    def others(self) -> list[RemoteReplica]:
+        """Return the other servers, whether or not they answer."""
+        return [replica for replica, _ in self._remote.values() if not replica.is_self]
+
+    def choose(self, keys: PromptKeys, model: str | None, tried: Iterable[Replica], lora: str | None) -> Replica | None:
+        """Return the replica for a request, or None if none is ready. `model` is the hash of the model that must
+        answer; None: that of this server, or of most replicas while this server is not ready.
+        """
+        ready = [each for each in (self.local, *self.others) if each.is_ready and each not in tried]
+        if model is None and ready:
+            models = [each.model for each in ready]
+            model = self.local.model if self.local.is_ready else max(models, key=models.count)
+        ready = [each for each in ready if each.model == model]
+        if lora is not None:  # one that has just been loaded is known after the next poll
+            ready = [each for each in ready if each.state and lora in (each.state.loras or ())] or ready
+        return choose(keys, ready)
+
+    async def find(self, owner: str, req_id: str) -> Replica | None:
+        """Return the replica that has computed the request, or None."""
+        if self.served.has(owner, req_id):
+            return self.local
+
+        async def ask(replica: RemoteReplica) -> bool:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return (await replica.poll((owner, req_id), FIND_WITHIN_S)).has_request
+            return False
+
+        others = [each for each in self.others if each.is_ready]
+        found = await asyncio.gather(*map(ask, others))
+        return next((each for each, has_request in zip(others, found, strict=True) if has_request), None)
+
+    async def summary(self, poll: Poll) -> Summary:
+        """Return the answer to the poll of another replica."""
+        health = await self._local_ready()
+        return self.served.summary(poll, health.state, health.error_msg)
+
+    async def _watch_local(self) -> None:
+        while True:
+            health = await self._local_ready()
+            self.local.state, self.local.reason = health.state, health.error_msg
+            await asyncio.sleep(POLL_EVERY_S / 2)
+
+    async def _resolve(self) -> None:
+        while True:
+            found: dict[Address, str] = {}  # with the names that were resolved
+            for host, port in self._addresses:
+                try:
+                    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                    found |= {(str(info[4][0]), port): host for info in infos}
+                except OSError as error:
+                    log.warning("REPLICAS: %s cannot be resolved: %s", host, error)
+                    found |= {address: host for address in self._remote if address[1] == port}
+            for address in found.keys() - self._remote.keys():
+                replica = self._new_replica(address, found[address])
+                self._remote[address] = replica, asyncio.create_task(replica.watch(self.served.identity))
+            for address in self._remote.keys() - found.keys():
+                replica, task = self._remote.pop(address)
+                task.cancel()
+                replica.lose("REPLICAS does not have it any more")
+            await asyncio.sleep(RESOLVE_EVERY_S)

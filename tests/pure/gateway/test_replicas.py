@@ -1,0 +1,338 @@
+"""Replicas: placement by cached prefixes and load, and answers that continue at another replica."""
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+import grpc
+import pytest
+
+from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
+from engine.settings.config import Config
+from engine.settings.tls import key_and_chain
+from engine.wire import Delta, Final, ModelState, Owner, Usage, write_answer
+from gateway.backend import ModelLost
+from gateway.replicas import backend as replicated
+from gateway.replicas.backend import ReplicatedBackend, with_seed
+from gateway.replicas.connections import ReplicaConnections, replica_credentials
+from gateway.replicas.placement import KnownPrefixes, choose, prompt_keys
+from gateway.replicas.replica import Replica
+from gateway.replicas.replica_set import RemoteReplica, ReplicaSet
+from gateway.replicas.served import Poll, ServedRequests
+from gateway.triton_client import TritonBackend
+from tests.pure.gateway_fake import WAIT, FakeBackend
+from tests.pure.inference_fake import NEVER, FakeTriton, a_client, a_request, answers, run, serving
+from tests.pure.inference_fake import text_of as text_of_response
+
+ASK = {"req_id": "r", "text": "Hi"}
+
+
+class Simulated:
+    """A replica for placement: its load is set by the test."""
+
+    def __init__(self, name):
+        self.identity = name.encode()
+        self.known = KnownPrefixes()
+        self.num_running = self.num_queued_tokens = 0
+
+
+def chat(system, *turns):
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+    return prompt_keys({"messages": [{"role": "system", "content": system}, *messages]})
+
+
+# --- placement --------------------------------------------------------------------------------------------------------
+
+
+def test_turns_of_a_conversation_have_one_session_and_chats_with_one_system_prompt_one_prefix():
+    first, second, other = chat("S" * 900, "a"), chat("S" * 900, "a", "b" * 600, "c"), chat("S" * 900, "z")
+    assert first.session == second.session != other.session
+    assert first.prefix == second.prefix == other.prefix
+    assert second.chain[: len(first.chain)] == first.chain and len(second.chain) > len(first.chain)
+    salted = prompt_keys({"text": "a" * 2000, "cache_salt": "s"})
+    assert not set(salted.chain) & set(prompt_keys({"text": "a" * 2000}).chain)
+
+
+def test_a_request_goes_to_the_replica_that_has_its_prefix_unless_that_is_too_busy():
+    replicas = [Simulated(name) for name in "abc"]
+    keys = chat("S" * 8000, "question")
+    replicas[1].known.add(keys.chain)
+    assert choose(keys, replicas) is replicas[1]
+    replicas[1].num_running = 1000
+    assert choose(keys, replicas) is not replicas[1]
+    replicas[1].num_running, replicas[1].num_queued_tokens = 0, 100_000
+    assert choose(keys, replicas) is not replicas[1]
+    assert choose(keys, []) is None
+
+
+def test_all_front_ends_have_the_same_candidates_and_a_lost_replica_moves_its_own_requests_only():
+    replicas = [Simulated(f"replica {i}") for i in range(30)]
+    prompts = [chat(f"System {i % 40}", f"user {i}") for i in range(200)]
+    placed = [choose(keys, replicas) for keys in prompts]
+    assert [choose(keys, replicas[::-1]) for keys in prompts] == placed
+    moved = [choose(keys, replicas[1:]) for keys in prompts]
+    assert [a for a, b in zip(placed, moved, strict=True) if a is not b] == [r for r in placed if r is replicas[0]]
+
+
+def test_prefixes_are_found_again_and_load_is_spread():
+    rng, replicas = random.Random(1), [Simulated(name) for name in "abc"]
+    systems = [chr(ord("a") + i) * rng.randint(500, 16000) for i in range(60)]
+    placed, num_cached, num_best, single = [], 0, 0, KnownPrefixes()  # of a single server with all requests
+    for i in range(1500):
+        system = systems[min(int(rng.paretovariate(0.6)), len(systems)) - 1]  # a few are used most of the time
+        keys = chat(system, f"{i}" * rng.randint(20, 800))
+        replica = choose(keys, replicas)
+        num_cached += keys.num_chars // 4 - replica.known.num_uncached_tokens(keys)
+        num_best += keys.num_chars // 4 - single.num_uncached_tokens(keys)
+        single.add(keys.chain)
+        replica.known.add(keys.chain)
+        placed.append(replica)
+        for each in replicas:
+            each.num_running = placed[-24:].count(each)
+    assert num_cached >= 0.95 * num_best
+    assert max(map(placed.count, replicas)) <= 1.25 * len(placed) / 3
+
+
+def test_news_are_the_keys_since_the_last_poll_or_all_of_them():
+    served = ServedRequests()
+    served.note({"req_id": "a", "text": "x" * 1024, "_owner": {"name": "alice"}})
+    first = served.summary(Poll(), None, "no")
+    assert first.is_all and len(first.keys) == first.num_keys == 2 and not first.has_request
+    served.note({"req_id": "b", "text": "x" * 1536})
+    second = served.summary(Poll(first.identity, first.num_keys, ("alice", "a")), None, "")
+    assert not second.is_all and len(second.keys) == 1 and second.has_request
+    assert served.summary(Poll(b"another", 3), None, "").is_all
+    assert not served.summary(Poll(find=("", "a")), None, "").has_request  # of another owner
+
+
+# --- failover ---------------------------------------------------------------------------------------------------------
+
+
+class FakeReplicas(ReplicaSet):
+    """Replicas over fake backends, the first of which is this server."""
+
+    def __init__(self, *backends, models=()):
+        super().__init__(backends[0], Config())
+        self.fakes = [
+            Replica(f"replica {i}", lambda backend=backend: backend) for i, backend in enumerate(backends[1:])
+        ]
+        for i, each in enumerate((self.local, *self.fakes)):
+            each.identity, each.state = bytes([i]), ModelState(ready=True, model_hash=dict(models).get(i, "m"))
+
+    @property
+    def others(self):
+        return self.fakes
+
+    async def find(self, owner, req_id):
+        return next((each for each in self.fakes if req_id in each.backend.sent_texts), None)
+
+
+def set_of(*scripts, **more):
+    return FakeReplicas(*[FakeBackend(*script) for script in scripts], **more)
+
+
+async def answer_of(replicas, body=ASK):
+    return [each async for each in ReplicatedBackend(replicas).generate(body, 5)]
+
+
+def busy(replicas, *indices):
+    """Let the replicas of these indices be chosen last."""
+    for i in indices:
+        each = (replicas.local, *replicas.others)[i]
+        each.state = ModelState(ready=True, num_open=1000, model_hash=each.model)
+
+
+def text_of(answers):
+    return "".join(each.token for each in answers)
+
+
+def test_an_answer_continues_at_the_next_replica_with_its_tokens_and_its_seed():
+    async def scenario():
+        replicas = set_of(("a", "b", ModelLost("gone")), ("c", "d"))
+        busy(replicas, 1)
+        answers = await answer_of(replicas)
+        assert text_of(answers) == "abcd" and isinstance(answers[-1], Final)
+        [first], [rest] = replicas.local.backend.bodies, replicas.fakes[0].backend.bodies
+        assert first == with_seed(ASK)
+        assert rest == {**first, "resume_from": [2], "answer_ids": [[0, 1]]}
+        assert not replicas.local.is_ready
+
+    run(scenario())
+
+
+def test_a_silent_replica_is_left_and_its_request_ends_there():
+    async def scenario():
+        replicas = set_of(("a", WAIT, "never"), ("b",))
+        busy(replicas, 1)
+        backend = replicas.local.backend
+        answers = asyncio.create_task(answer_of(replicas))
+        await asyncio.to_thread(backend.waiting.acquire, timeout=5)
+        replicas.local.lose("no answer for 2 s")
+        assert text_of(await answers) == "ab"
+        assert backend.cancelled.acquire(timeout=5)
+
+    run(scenario())
+
+
+def test_an_answer_never_has_tokens_of_two_models(monkeypatch):
+    monkeypatch.setattr(replicated, "CHECK_EVERY_S", 0.01)
+
+    async def scenario():
+        replicas = set_of(("a", ModelLost("gone")), ("x",), ("b",), models={1: "another"})
+        busy(replicas, 2)
+        assert text_of(await answer_of(replicas)) == "ab"
+        assert replicas.fakes[0].backend.bodies == []
+        alone = set_of(("a", ModelLost("gone")), ("x",), models={1: "another"})
+        with pytest.raises(EngineUnavailable, match="gone"):
+            await asyncio.wait_for(anext_all(ReplicatedBackend(alone).generate(ASK, 0.1)), 5)
+        assert alone.fakes[0].backend.bodies == []
+
+    async def anext_all(answers):
+        return [each async for each in answers]
+
+    run(scenario())
+
+
+def test_a_full_replica_is_skipped_and_if_all_are_full_the_client_learns_it():
+    async def scenario():
+        replicas = set_of((Overloaded("full"),), ("a",))
+        busy(replicas, 1)
+        assert text_of(await answer_of(replicas)) == "a"
+        with pytest.raises(Overloaded, match="full"):
+            await answer_of(set_of((Overloaded("full"),), (Overloaded("full"),)))
+
+    run(scenario())
+
+
+def test_an_error_of_the_request_or_a_request_that_kills_replicas_is_not_sent_on():
+    async def scenario():
+        replicas = set_of((InvalidRequest("wrong"),), ("a",))
+        busy(replicas, 1)
+        with pytest.raises(InvalidRequest):
+            await answer_of(replicas)
+        assert replicas.fakes[0].backend.bodies == []
+        deadly = set_of(*[(ModelLost("died"),)] * 6)
+        with pytest.raises(EngineUnavailable, match="died"):
+            await answer_of(deadly)
+        assert sum(len(each.backend.bodies) for each in (deadly.local, *deadly.fakes)) == 4
+
+    run(scenario())
+
+
+def test_a_resumed_answer_is_found_where_it_was_computed():
+    async def scenario():
+        replicas = set_of(("x",), ("a", "b"))
+        replicas.fakes[0].backend.sent_texts["r"] = ["a"]
+        busy(replicas, 1)
+        await answer_of(replicas, {**ASK, "resume_from": 1})
+        assert replicas.local.backend.bodies == []
+        assert replicas.fakes[0].backend.bodies[0]["infer_seed"] == with_seed(ASK)["infer_seed"]
+
+    run(scenario())
+
+
+def test_an_abort_reaches_the_replica_that_computes():
+    async def scenario():
+        replicas = set_of((), ())
+
+        async def unknown(req_id, owner):
+            return await FakeBackend().abort(req_id, owner) and type(first)(req_id, False)
+
+        first = await replicas.fakes[0].backend.abort("r", Owner())
+        replicas.local.backend.abort = unknown
+        assert (await ReplicatedBackend(replicas).abort("r", Owner())).aborted
+        assert replicas.fakes[0].backend.aborts[-1] == ("r", "")
+
+    run(scenario())
+
+
+# --- between two gateways ---------------------------------------------------------------------------------------------
+
+
+def a_delta(text, i):
+    return write_answer(Delta("r", text, [i], i, Usage(3, i + 1), 5))
+
+
+@contextlib.asynccontextmanager
+async def a_worker(folder, triton, **settings):
+    """Yield a server with replicas, and the port of its gateway."""
+    config = Config(run_dir=str(folder), **settings)
+    local = FakeBackend(state=ModelState(ready=True, model_hash="m", num_open=3))
+    async with serving(folder, triton, replicas=ReplicaSet(local, config), **settings) as (front, port):
+        yield front, port
+
+
+def test_a_forwarded_request_is_answered_by_the_model_of_the_worker(tmp_path):
+    async def scenario():
+        triton = FakeTriton(a_delta("a", 0), a_delta("b", 1), NEVER)
+        keys = {"api_key": "secret"}
+        async with a_worker(tmp_path, triton, **keys) as (_, port):
+            token = ReplicaSet(FakeBackend(), Config(**keys)).token
+            replica = RemoteReplica(("127.0.0.1", port), "", token, None)
+            await replica.poll()
+            assert (replica.state.num_open, replica.model, replica.num_running) == (3, "m", 3)
+            answers = replica.generate({**ASK, "text": "x" * 600}, prompt_keys(ASK), 5)
+            assert [(await anext(answers)).token for _ in range(2)] == ["a", "b"]
+            assert (await replica.poll(("", "r"))).has_request
+            assert len(list(replica.known)) == 1
+            replica.lose("no answer for 2 s")
+            with pytest.raises(ModelLost):
+                await anext(answers)
+            await triton.is_cancelled.wait()
+
+    run(scenario())
+
+
+def test_a_client_of_grpc_gets_its_answer_from_all_replicas_too(tmp_path):
+    async def scenario():
+        replicas = set_of(("a", "b", ModelLost("gone")), ("c",))
+        busy(replicas, 1)
+        async with serving(tmp_path, FakeTriton(), replicas=replicas) as (_, port), a_client(port) as client:
+            found = [each async for each in client.ModelStreamInfer(iter([a_request("x", req_id="r")]))]
+            assert [text_of_response(each) for each in found] == ["a", "b", "c", ""]
+            assert [each.infer_response.id for each in found] == ["x"] * 4
+            ends = [each.infer_response.parameters["triton_final_response"].bool_param for each in found]
+            assert ends == [False, False, False, True]
+            full = set_of((InvalidRequest("wrong"),))
+            replicas.local.backend, replicas.fakes = full.local.backend, []
+            replicas.local.state = full.local.state
+            [(_, error, _)] = await answers(client.ModelStreamInfer(iter([a_request("y", req_id="q")])))
+            assert (error["error_msg"], error["req_id"]) == ("wrong", "q")
+
+    run(scenario())
+
+
+def test_a_replica_with_other_api_keys_is_refused_with_the_reason(tmp_path):
+    async def scenario():
+        async with a_worker(tmp_path, FakeTriton("a"), api_key="secret") as (_, port):
+            connections = ReplicaConnections(("127.0.0.1", port), "", "wrong", None)
+            with pytest.raises(grpc.aio.AioRpcError, match="API_KEY and API_KEYS must be equal on all replicas"):
+                await connections.poll(b"", 5)
+            with pytest.raises(ModelLost, match="must be equal"):
+                await anext(TritonBackend(connections).generate(ASK, 5))
+            await connections.close()
+
+    run(scenario())
+
+
+def test_replicas_use_tls_with_each_other_if_they_have_a_certificate(tmp_path):
+    async def scenario():
+        folder = Path(__file__).parents[2] / "certificates"
+        files = {"tls_cert_file": str(folder / "server.pem"), "tls_key_file": str(folder / "server.key")}
+        credentials = grpc.ssl_server_credentials([key_and_chain(Config(**files))])
+        replicas = ReplicaSet(FakeBackend(state=ModelState(ready=True)), Config(**files))
+        async with serving(tmp_path, FakeTriton(), credentials, replicas=replicas, **files) as (_, port):
+            own = replica_credentials(Config(**files))
+            encrypted = RemoteReplica(("127.0.0.1", port), "llm.example", replicas.token, own)
+            await encrypted.poll()
+            assert encrypted.is_ready
+            for host, trusted in (("llm.example", grpc.ssl_channel_credentials()), ("other.example", own)):
+                other = RemoteReplica(("127.0.0.1", port), host, replicas.token, trusted)
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await other.poll(within_s=2)
+                await other.backend.close()
+            await encrypted.backend.close()
+
+    run(scenario())

@@ -1,0 +1,159 @@
+"""Two servers of one model on one host: streams continue with the same tokens when their server is killed."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import threading
+
+import pytest
+
+from tests.patience import wait_until
+from tests.server import a_server, pids_of, state_of
+from tests.triton.asking import get, post, stream_lines
+
+CHAT = "/v1/chat/completions"
+BODY = {"text": "Count.", "min_dec_len": 800, "max_dec_len": 800, "stream": True}
+CASES = (
+    {"temperature": 0},
+    {"temperature": 4.0},  # the front end draws the seed
+    {"temperature": 3.0, "seed": 7, "n": 2},
+    {"temperature": 0, "logprobs": 2},
+)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replicas")
+    both = [a_server(folder / str(i), {"CPU_THREADS": "1", "DRAIN_TIMEOUT": "0"}) for i in range(2)]
+    for each in both:
+        each.env["REPLICAS"] = ",".join(other.grpc_url for other in both)
+    try:
+        for each in both:
+            started = each.command("start_server")
+            assert started.returncode == 0, started.stdout + started.stderr
+        yield both
+    finally:
+        for each in both:
+            each.command("stop_server", "0")
+
+
+def requests(name):
+    return [{**BODY, **case, "req_id": f"{name}-{i}"} for i, case in enumerate(CASES)]
+
+
+def tokens_of(lines):
+    """Return the tokens of each choice of a complete answer."""
+    assert [line["error_msg"] for line in lines if line["error_msg"]] == []
+    assert lines[-1]["is_end"] == 1
+    choices = sorted({line["index"] for line in lines})
+    return [[token for line in lines if line["index"] == i for token in line["token_ids"]] for i in choices]
+
+
+def log_of(server):
+    return (server.log_dir / "http_server.log").read_text()
+
+
+def num_generated(server):
+    """Return the number of tokens that the model of this server has generated."""
+    _, text = get(server.ports["METRICS_HTTP_PORT"], "/metrics")
+    return float(re.search(r"^llm_generated_tokens_total (\S+)$", text, re.M)[1])
+
+
+def start_again(server):
+    started = server.command("start_server")
+    assert started.returncode == 0, started.stdout + started.stderr
+
+
+def wait_until_known(server, other):
+    wait_until(lambda: log_of(server).count(f"replica {other.grpc_url} answers") > 0)
+
+
+def kill(server):
+    """Kill all processes of a server, as a loss of power would."""
+    for pid in pids_of(state_of(server)):
+        os.kill(pid, signal.SIGKILL)
+
+
+class Stream(threading.Thread):
+    """A stream that is read in the background, until its end or until the connection is lost."""
+
+    def __init__(self, server, body):
+        super().__init__(daemon=True)
+        self.server, self.body, self.lines = server, body, []
+        self.start()
+
+    def run(self):
+        port = self.server.ports["SERVICE_HTTP_PORT"]
+        with (
+            contextlib.suppress(OSError, http.client.HTTPException, ValueError),
+            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection,
+        ):
+            connection.request("POST", CHAT, json.dumps(self.body))
+            with connection.getresponse() as response:
+                for line in response:
+                    self.lines.append(json.loads(line))
+
+    def result(self):
+        self.join(120)
+        return tokens_of(self.lines)
+
+
+@pytest.fixture(scope="module")
+def expected(servers):
+    """Return the tokens of each case, generated without a loss."""
+    front, other = servers
+    wait_until_known(front, other)
+    return [tokens_of(stream_lines(front, body)) for body in requests("plain")]
+
+
+def test_an_unseeded_request_has_the_same_answer_at_every_front_end(servers, expected):
+    again = [tokens_of(stream_lines(servers[1], body)) for body in requests("plain")]
+    assert again == expected
+    assert len({str(each) for each in expected}) == len(CASES) - 1  # log-probabilities do not change the tokens
+
+
+def test_streams_continue_with_the_same_tokens_at_the_other_server(servers, expected):
+    front, other = servers
+    more = [requests(f"more-{i}")[0] for i in range(4)]  # so that both servers have some
+    streams = [Stream(front, body) for body in (*requests("plain"), *more)]
+    wait_until(lambda: all(len(stream.lines) > 5 for stream in streams))
+    computed = num_generated(other)
+    kill(other)
+    assert computed > 0
+    assert [stream.result() for stream in streams] == expected + expected[:1] * 4
+    assert f"replica {other.grpc_url} is lost" in log_of(front) or "is sent to another replica" in log_of(front)
+    start_again(other)
+    wait_until_known(other, front)
+
+
+def test_a_client_that_loses_its_front_end_resumes_at_the_other_one(servers, expected):
+    other, front = servers
+    streams = [Stream(front, body) for body in requests("plain")]
+    wait_until(lambda: all(len(stream.lines) > 5 for stream in streams))
+    kill(front)
+    for stream in streams:
+        stream.join(60)
+    for stream, whole in zip(streams, expected, strict=True):
+        if stream.lines[-1]["is_end"]:
+            continue
+        begun = [
+            [t for line in stream.lines if line["index"] == i for t in line["token_ids"]] for i in range(len(whole))
+        ]
+        body = {**stream.body, "resume_from": [len(tokens) for tokens in begun]}
+        rest = tokens_of(stream_lines(other, body))
+        assert [tokens + more for tokens, more in zip(begun, rest, strict=True)] == whole
+    start_again(front)
+
+
+def test_a_request_is_aborted_wherever_it_is_computed(servers):
+    front, other = servers
+    streams = [Stream(front, {**BODY, "req_id": f"abort-{i}", "temperature": 0}) for i in range(4)]
+    wait_until(lambda: all(stream.lines for stream in streams))
+    answers = [post(other, "/v1/abort", {"req_id": stream.body["req_id"]})[1] for stream in streams]
+    assert [answer["aborted"] for answer in answers] == [True] * 4
+    for stream in streams:
+        stream.join(60)
+        assert stream.lines[-1]["error_type"] == "cancelled"
