@@ -155,7 +155,8 @@ def export_dtype(quant: str | None, config: Config) -> tuple[str, str]:
         return quant, "none"
     if quant.removesuffix("c8") in QUANTIZED:
         return config.dtype, quant.removesuffix("c8")
-    raise ConfigError(f"the name asks for {quant}, exporting as that is not supported yet; leave it out of the name")
+    names = ", ".join(QUANTIZED)
+    raise ConfigError(f"the name asks for {quant}, which no export has; end it in one of {names}, or leave it out")
 
 
 def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> Path:

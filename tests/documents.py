@@ -179,6 +179,23 @@ STARTS = tuple(
     for typed, outcome in starts
 )
 
+# (document, a model, the checkpoint of the hub that stands for it, the QUANT_TYPE of its export | the error)
+_R1 = "deepseek-ai/DeepSeek-R1"
+MODELS = (
+    (PADDLENLP, f"{_R1}-Distill-Llama-8B/weight_only_int8", f"{_R1}-Distill-Llama-8B", "weight_only_int8"),
+    *((PADDLENLP, f"{_R1}{mtp}/weight_only_int4", _R1, "weight_only_int4") for mtp in ("", "-MTP")),
+    *(
+        (PADDLENLP, f"{_R1}{mtp}-2nodes/{quant}", _R1, quant)
+        for mtp in ("", "-MTP")
+        for quant in ("a8w8_fp8", "weight_only_int8")
+    ),
+    *(
+        (PADDLENLP, f"{_R1}{mtp}/a8w8_fp8_wint4", _R1, "a8w8_fp8_wint4, which no export has; end it in one of")
+        for mtp in ("", "-MTP")
+    ),
+    (ERNIE, "baidu/ERNIE-4.5-21B-A3B-Paddle", "baidu/ERNIE-4.5-21B-A3B-Paddle", "none"),
+)
+
 # (document, options of download_model.py, the error; empty: it is accepted)
 DOWNLOADS = (
     (PADDLENLP, "--model_name deepseek-ai/DeepSeek-R1/weight_only_int4 --dir models --nnodes 1", ""),

@@ -9,6 +9,36 @@ DISAGGREGATION = "prefill and decode run in the same server, interleaved in ever
 ONE_POOL = "all blocks are one pool, whose blocks are taken one by one as a request grows"
 PORT = "the engine needs no port; servers that differ in this one differ in one"
 IMAGES = "requests with images are not supported"
+LOCAL = "requests wait in this server alone"
+EXPERTS = "every rank has a share of each expert"
+RELOAD = "`start_server --reload MODEL` replaces the model"
+# Options of newer versions, without leading dashes
+NO_EFFECT = {
+    "model-impl": "there is one implementation of each family",
+    "prealloc-dec-block-slot-num-threshold": ONE_POOL,
+    "scheduler-max-size": "MAX_CACHED_TASK_NUM limits the requests that wait",
+    **dict.fromkeys(("scheduler-ttl", "scheduler-min-load-score", "scheduler-load-shards-num"), LOCAL),
+    **dict.fromkeys(("scheduler-host", "scheduler-port", "scheduler-db", "scheduler-topic"), LOCAL),
+    **dict.fromkeys(("eplb-config", "chunked-moe-size"), EXPERTS),
+    **dict.fromkeys(("max-encoder-cache", "max-processor-cache", "deploy-modality"), IMAGES),
+    "write-policy": "blocks are written to the host's memory when a GPU needs their place",
+}
+FLAGS_WITHOUT_EFFECT = {
+    **dict.fromkeys(("enable-eplb", "enable-chunked-moe", "disable-sequence-parallel-moe"), EXPERTS),
+    "use-internode-ll-two-stage": EXPERTS,
+    "enable-flashinfer-allreduce-fusion": "the fastest all-reduce that the devices allow is always taken",
+    "enable-overlap-schedule": "the next step is always picked while one runs",
+    "enable-output-caching": "blocks of answers are always kept for prompts that begin alike",
+    "disable-chunked-mm-input": IMAGES,
+}
+NOT_SUPPORTED = {
+    "kvcache-storage-backend": "SWAP_SPACE keeps blocks in the host's memory",
+    "logits-processors": "requests have the fields logit_bias, bad_words and reasoning_max_tokens",
+    "override-pooler-config": "requests have the fields pooling, normalize and dimensions",
+    "plas-attention-config": "attention is always exact",
+    "tokenizer-base-url": "the tokenizer is the one in the model's folder",
+    **dict.fromkeys(("rsync-config", "routing-replay-config"), RELOAD),
+}
 
 ROWS: tuple[OptionRow, ...] = (
     sets("--metrics-port", "METRICS_HTTP_PORT", FASTDEPLOY),
@@ -70,12 +100,17 @@ ROWS: tuple[OptionRow, ...] = (
         harmless=("0",),
     ),
     refused("--enable-mm", IMAGES, FASTDEPLOY, is_flag=True),
-    refused("--scheduler-name", "requests wait in this server alone", FASTDEPLOY, harmless=("local",)),
+    refused("--scheduler-name", LOCAL, FASTDEPLOY, harmless=("local",)),
     refused("--router", DISAGGREGATION, FASTDEPLOY),
-    refused("--load-strategy", "`start_server --reload MODEL` replaces the model", FASTDEPLOY, harmless=("normal",)),
+    refused("--load-strategy", RELOAD, FASTDEPLOY, harmless=("normal",)),
+    refused("--model-config-name", "the file is config.json", FASTDEPLOY, harmless=("config.json",)),
+    refused("--enable-mm-output", IMAGES, FASTDEPLOY, is_flag=True),
     refused("--enable-early-stop", "a request ends with its max_tokens, stop or eos", FASTDEPLOY, is_flag=True),
     refused("--early-stop-config", "a request ends with its max_tokens, stop or eos", FASTDEPLOY),
     refused("--controller-port", "the server has no control port", FASTDEPLOY, harmless=("-1",)),
+    *(ignored(f"--{name}", why, FASTDEPLOY) for name, why in NO_EFFECT.items()),
+    *(ignored(f"--{name}", why, FASTDEPLOY, is_flag=True) for name, why in FLAGS_WITHOUT_EFFECT.items()),
+    *(refused(f"--{name}", instead, FASTDEPLOY) for name, instead in NOT_SUPPORTED.items()),
     # Variables
     ignored("ENABLE_V1_KVCACHE_SCHEDULER", ONE_POOL, FASTDEPLOY),
     ignored("FD_SAMPLING_CLASS", "all sampling fields of a request are always honoured", FASTDEPLOY),

@@ -21,12 +21,13 @@ def own_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
     rows = {name: OPTIONS.get(f"--{name.replace('_', '-')}") for name in given.keys() - {*FIELDS.values()}}
     own = {name: value for name, value in given.items() if not rows.get(name)}
     environ = {env: str(own[name]) for env, name in FIELDS.items() if name in own}
-    for name, row in rows.items():
+    for name, row in sorted(rows.items(), key=lambda item: bool(item[1] and item[1].read)):  # readers see the others
         value = given[name]
         if row is None or value is None or (row.is_flag and row.is_always_refused and not value):
             continue
         meaning = row.meaning(name, _as_text(value), environ)
         own |= {FIELDS[env]: text for env, text in meaning.settings.items()}
+        environ |= meaning.settings
         for note in meaning.notes:
             log.info("%s", note)
     return own

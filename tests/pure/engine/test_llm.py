@@ -51,9 +51,16 @@ def test_answers_come_in_the_order_of_their_prompts(llm):
 
 def test_settings_have_the_names_of_other_servers_as_well(tmp_path):
     given = {"max_num_seqs": 8, "quantization": "wint4", "speculative_config": {"method": "ngram"}, "max_model_len": 64}
-    more = {"enable_mm": False, "tokenizer": None, "data_parallel_size": 1, "enable_prefix_caching": False}
+    more = {
+        "max_concurrency": 100,
+        "enable_mm": False,
+        "tokenizer": None,
+        "data_parallel_size": 1,
+        "enable_prefix_caching": False,
+    }
     assert own_keywords({**given, **more}) == {
         "batch_size": "8",
+        "max_cached_task_num": "92",
         "quant_type": "weight_only_int4",
         "speculate_method": "ngram",
         "max_model_len": 64,

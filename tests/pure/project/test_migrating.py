@@ -2,21 +2,35 @@
 what to use instead."""
 
 import json
+import re
 import shlex
 
 import pytest
 
 import download_model
+from engine.download.sources import EXPORT_SUFFIX
 from engine.errors import ConfigError, InvalidRequest
 from engine.models.paddlenlp import program_of, rank_files
 from engine.settings.config import Config
 from engine.settings.foreign import commands
+from engine.settings.foreign.keywords import FIELDS, own_keywords
 from engine.settings.foreign.table import VARIABLES, check_variables
 from engine.text.sentencepiece import model_file
 from engine.wire import parse_request
 from gateway.health import make_health_app
+from server_scripts.model_source import export_dtype
 from server_scripts.options import SETTINGS, OptionParser
-from tests.documents import ADDRESSES, COMMANDS, DOWNLOADS, FILES, LAYOUTS, REQUESTS, STARTS
+from tests.documents import (
+    ADDRESSES,
+    COMMANDS,
+    DOWNLOADS,
+    FILES,
+    LAYOUTS,
+    MODELS,
+    OF_PARAMETERS,
+    REQUESTS,
+    STARTS,
+)
 from tests.pure.gateway_fake import FakeBackend, running
 
 OF_THE_SHELL = {"MODEL_PATH"}  # variables that only the documents' own command lines read
@@ -49,6 +63,41 @@ def test_a_documented_start_sets_what_it_says_or_names_the_replacement(document,
     with pytest.raises((ConfigError, SystemExit)) as refused:
         started(typed)
     assert outcome in capsys.readouterr().err + str(refused.value)
+
+
+def keywords_of(typed):
+    """Return options as a program gives them, `max_model_len=2048`: JSON as objects, flags as True."""
+    given, name = {}, ""
+    for word in shlex.split(typed):
+        if word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+            given[name] = True
+        else:
+            given[name] = json.loads(word) if word[0] in "-{0123456789" else word
+    return given
+
+
+@pytest.mark.parametrize(("typed", "outcome"), OF_PARAMETERS, ids=[typed[:80] for typed, _ in OF_PARAMETERS])
+def test_a_documented_parameter_means_the_same_to_a_program(typed, outcome):
+    if not isinstance(outcome, dict):
+        with pytest.raises(ConfigError, match=re.escape(outcome)):
+            own_keywords(keywords_of(typed))
+        return
+    wanted = Config.from_env(outcome)
+    found = Config().changed(**own_keywords(keywords_of(typed)))
+    for env in outcome:
+        assert getattr(found, FIELDS[env]) == getattr(wanted, FIELDS[env])
+
+
+@pytest.mark.parametrize(("document", "name", "repo", "outcome"), MODELS, ids=map(name_of, MODELS))
+def test_a_documented_model_is_fetched_and_exported_or_names_what_is(document, name, repo, outcome):
+    repo_id, quant = download_model.parse_model_name(name)
+    assert EXPORT_SUFFIX.sub("", download_model.MIRROR_VARIANT.sub(r"\1", repo_id)) == repo
+    if " " in outcome:
+        with pytest.raises(ConfigError, match=outcome):
+            export_dtype(quant, Config())
+    else:
+        assert export_dtype(quant, Config()) == ("auto", outcome)
 
 
 def test_a_variable_that_is_said_to_set_a_setting_does():

@@ -201,7 +201,7 @@ def test_a_quantization_that_is_not_built_is_refused_before_anything_is_fetched(
         done = server.command("start_server", "org/model/a8w8_fp8_wint4")
         assert hub.requests == []
     assert done.returncode == 2
-    assert "the name asks for a8w8_fp8_wint4, exporting as that is not supported yet" in done.stderr
+    assert "the name asks for a8w8_fp8_wint4, which no export has; end it in one of weight_only_int8," in done.stderr
 
 
 def test_an_architecture_that_is_not_built_is_refused_before_its_weights_are_fetched(server):
