@@ -132,9 +132,10 @@ class Checkpoint:
             shares = [tensor.share(*part.axes) for tensor, part in found if isinstance(tensor, Scaled)]
             if len(shares) == len(found):
                 return stacked(shares)
-        is_read = isinstance(weight.format, Dense) and all(part.tensor in self._tensors for part in weight.parts)
-        if is_read or not any(self._coded(part.tensor) for part in weight.parts):
+        is_read = all(part.tensor in self._tensors for part in weight.parts)
+        if isinstance(weight.format, Dense) and (is_read or not any(self._coded(part.tensor) for part in weight.parts)):
             return weight.format.store(self.read(weight))
+        # Each part is quantized alone, so that the matrices of all experts are never in memory as float32 together.
         parts = [self._stored(part, weight.format) for part in weight.parts]
         return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 

@@ -11,7 +11,7 @@ from engine.exporting.export import ExportOptions, export
 from engine.graph import load
 from engine.models.adapters import AdapterError, checked
 from engine.models.families import read_model
-from engine.models.formats import FORMATS
+from engine.models.formats import FORMATS, Int4
 from engine.models.keys import ModelError
 from engine.models.weights import Shard, weights_of
 from tests.family_checkpoints import config_of, make_checkpoint
@@ -117,3 +117,11 @@ def test_an_adapter_of_experts_or_grouped_projections_is_refused(module, message
             checked(tmp_path / "adapter", graph_dir, 64)
     else:
         checked(tmp_path / "adapter", graph_dir, 64)
+
+
+def test_experts_are_quantized_one_after_another(tmp_path, checkpoint, monkeypatch):
+    """The matrices of all experts as float32 may be larger than the memory that the quantized model needs."""
+    heights, store = [], Int4.store
+    monkeypatch.setattr(Int4, "store", lambda self, matrix: heights.append(len(matrix)) or store(self, matrix))
+    export(checkpoint("qwen3_moe"), tmp_path / "out", ExportOptions(quant_type="weight_only_int4"))
+    assert heights.count(40) >= 2 * 8 and max(heights) <= 150  # rows of an expert's gate, and of the largest other part
