@@ -1,7 +1,8 @@
 """Start the server with a model, and return when it has answered a request through every port.
 
-With --foreground it stays in the foreground, with --reload the server that runs changes to another model. Exit status:
-0 when the server answers, 1 when it does not or one runs already, 2 when a setting is wrong, 128 + n after signal n.
+With --foreground it stays in the foreground, with --reload the server that runs changes to another model. With
+--dry-run it only prints the memory that a model on this disk needs. Exit status: 0 when the server answers or the model
+fits, 1 when it does not or one runs already, 2 when a setting is wrong, 128 + n after signal n.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> int:
         report(f"note: {note}")
     if "OMPI_COMM_WORLD_SIZE" in os.environ:  # mpirun binds its processes to one core
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the kernel removes cores that a container may not use
-    mode = change if given.reload else run if given.foreground else detach
+    mode = change if given.reload else run if given.foreground else report_sizes if given.dry_run else detach
     try:
         check_variables()
         config = Config.from_env()
@@ -86,6 +87,18 @@ def change(model_name: str, report: Reporter) -> int:
 
     os.chdir(ROOT)
     return reload(model_name, report)
+
+
+def report_sizes(model_name: str, report: Reporter) -> int:
+    """Print the memory that the model needs and whether it fits. Return 0 if it does, else 1."""
+    from server_scripts.dry_run import dry_run  # imported late, because it imports numpy
+
+    config = Config.from_env()
+    if model_name and not model_name.startswith("/"):
+        raise ConfigError(f"--dry-run needs a folder of this disk with the model's config.json, {model_name} is none")
+    lines, fits = dry_run(config, Path(model_name or config.model_dir))
+    print("\n".join(lines))
+    return 0 if fits else 1
 
 
 def detach(model_name: str, report: Reporter) -> int:
@@ -157,13 +170,15 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 
 def parse_arguments() -> argparse.Namespace:
     """Return the arguments that are no settings. The settings are in the environment then."""
-    parser = OptionParser("start_server [model_name] [--foreground | --reload] [settings]", str(__doc__))
+    parser = OptionParser("start_server [model_name] [--foreground | --reload | --dry-run] [settings]", str(__doc__))
     text = "folder of a model (./folder), or the name of one to fetch into MODEL_DIR; default: MODEL_DIR is the model"
     parser.add_argument("model_name", nargs="?", help=text)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--foreground", action="store_true", help="stay, and stop the server when asked to end")
     how.add_argument("--reload", action="store_true", help="have the running server change to this model")
+    text = "print the memory that the model in a folder needs and whether it fits, without loading it"
+    how.add_argument("--dry-run", action="store_true", help=text)
     return parser.parse_into(os.environ)
 
 

@@ -91,12 +91,55 @@ class ExportOptions:
             raise ModelError(f"hf_overrides is {self.hf_overrides!r}, it must be a JSON object: {error}") from None
 
 
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Networks, manifest and tensors of an export of a checkpoint."""
+
+    model: DecoderConfig  # for the longest sequence that is supported
+    shards: list[Shard]  # of the ranks that are written
+    manifest: Manifest
+    keys: dict[str, Any]  # of config.json
+    checkpoint: Checkpoint | None  # None: there are no weights
+    scores: np.ndarray | None  # the head of a model that scores
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Return the weights of one rank."""
+        return _weights(self.model, self.shards[0])
+
+
 def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress: OnProgress = log.info) -> None:
     """Export a checkpoint to `out_dir`. Raises ModelError if the checkpoint is not supported, FileExistsError if
     `out_dir` is not empty."""
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise FileExistsError(f"{out_dir} exists and is not an empty folder")
     progress(f"read {checkpoint_dir}")
+    plan = plan_of(checkpoint_dir, options, progress)
+    keys, checkpoint, shards, manifest = plan.keys, plan.checkpoint, plan.shards, plan.manifest
+    with complete_or_absent(out_dir) as partial:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
+            from engine.exporting.save import save_graph
+        for shard in shards:
+            of_rank = f" of rank {shard.rank}" if len(shards) > 1 else ""
+            progress(f"load weights{of_rank} as {shard.format.name}")
+            rank_dir(partial, shard.rank).mkdir()
+            for name, network in plan.model.networks(shard).items():
+                save_graph(rank_dir(partial, shard.rank), network, manifest.graph(name), checkpoint, progress)
+        progress("write manifest.json, config.json and the tokenizer's files")
+        _copy_files(checkpoint_dir, partial, progress)
+        if plan.scores is not None:
+            np.save(partial / head.FILE, plan.scores)
+        digest = checkpoint.digest() if checkpoint else "none"
+        added = manifest.config_keys() | {"infer_model_dtype": shards[0].dtype, "infer_model_checkpoint": digest}
+        (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
+        manifest.write(partial)
+    progress(f"{out_dir} is ready")
+
+
+def plan_of(checkpoint_dir: Path, options: ExportOptions, progress: OnProgress) -> Plan:
+    """Return what an export of the checkpoint writes, without reading weights. Raises ModelError if the checkpoint is
+    not supported."""
     refuse_static_graph(checkpoint_dir)
     keys, checkpoint = _open(checkpoint_dir, options.load_format)
     keys |= options.overrides
@@ -111,25 +154,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         max_seq_len = min(max_seq_len, whole_number(keys, "infer_model_max_seq_len", max_seq_len))
     model = model.for_length(max_seq_len)
     manifest = _manifest(model, shards[0], max_seq_len, has_weights=checkpoint is not None)
-    with complete_or_absent(out_dir) as partial:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
-            from engine.exporting.save import save_graph
-        for shard in shards:
-            of_rank = f" of rank {shard.rank}" if len(shards) > 1 else ""
-            progress(f"load weights{of_rank} as {shard.format.name}")
-            rank_dir(partial, shard.rank).mkdir()
-            for name, network in model.networks(shard).items():
-                save_graph(rank_dir(partial, shard.rank), network, manifest.graph(name), checkpoint, progress)
-        progress("write manifest.json, config.json and the tokenizer's files")
-        _copy_files(checkpoint_dir, partial, progress)
-        if scores is not None:
-            np.save(partial / head.FILE, scores)
-        digest = checkpoint.digest() if checkpoint else "none"
-        added = manifest.config_keys() | {"infer_model_dtype": shards[0].dtype, "infer_model_checkpoint": digest}
-        (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
-        manifest.write(partial)
-    progress(f"{out_dir} is ready")
+    return Plan(model, shards, manifest, keys, checkpoint, scores)
 
 
 def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint | None]:

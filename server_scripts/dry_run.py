@@ -1,0 +1,93 @@
+"""Memory that the server would need for a model, and whether it fits. `start_server --dry-run` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.core.cache_groups import PAGED, STATE, CacheGroup
+from engine.errors import ConfigError
+from engine.executors.memory import BlockSizes, free_memory_bytes, num_blocks
+from engine.exporting.by_settings import options_of
+from engine.exporting.gguf_folder import as_checkpoint
+from engine.exporting.manifest import Manifest, is_exported
+from engine.exporting.sizing import ModelSizes, sizes_of
+from engine.settings.config import Config
+from engine.settings.device import CPU, with_device
+
+GIB = 2**30
+
+
+def dry_run(config: Config, path: Path) -> tuple[list[str], bool]:
+    """Return the lines of the report on the model in `path`, and whether it fits. Raises SetupError if the model or the
+    settings are not supported."""
+    config = with_device(config)
+    model = model_sizes(config, path)
+    manifest = model.manifest
+    sizes = _block_sizes(manifest)
+    model_len = config.model_len(manifest.max_seq_len)
+    longest = min(model_len, config.max_prompt_len + config.max_answer_len)
+    per_request = sizes.blocks_for(longest, config.max_step_tokens) * sizes.block_bytes
+    free = _free_bytes(config)
+    lines = [
+        f"model     {path.name}: {manifest.weight_format}, ranks: {config.mp_num}, device: {config.device}",
+        f"weights   {model.weight_bytes / GIB:.2f} GiB per rank",
+        *_cache_lines(sizes),
+        f"request   {per_request / GIB:.3f} GiB per rank for the longest one, {longest} tokens",
+        f"free      {free / GIB:.2f} GiB per rank",
+    ]
+    try:
+        if model.weight_bytes >= free:
+            raise ConfigError("the weights alone do not fit")
+        count = num_blocks(config, model_len, sizes, free - model.weight_bytes)
+    except ConfigError as error:
+        return [*lines, f"fits      no: {error}"], False
+    cache = count * sizes.block_bytes
+    return [
+        *lines,
+        f"fits      yes: the KV cache gets {cache / GIB:.2f} GiB per rank, which is"
+        f" {cache / per_request:.1f} of the longest requests (BATCH_SIZE is {config.batch_size});"
+        " steps need memory, too",
+    ], True
+
+
+def model_sizes(config: Config, path: Path) -> ModelSizes:
+    """Return what the model in `path` needs memory for. Raises SetupError if it is not supported."""
+    path = as_checkpoint(path, Path(config.export_cache_dir).expanduser())
+    if not is_exported(path, config.machines.exported_ranks):
+        return sizes_of(path, options_of(config, path), widens_fp8=config.device == CPU)
+    from engine import graph
+    from engine.executors.cpu.widening import widened
+
+    loaded = graph.load(path)
+    params = widened(*loaded)[1] if config.device == CPU else loaded[1]
+    return ModelSizes(Manifest.read(path), sum(array.nbytes for array in params.values()))
+
+
+def _block_sizes(manifest: Manifest) -> BlockSizes:
+    decoder = manifest.graph()
+    block_bytes = sum(cache.block_bytes for cache in decoder.caches)
+    return BlockSizes(manifest.block_size, block_bytes, decoder.cache_groups)
+
+
+def _cache_lines(sizes: BlockSizes) -> list[str]:
+    """Return what the KV cache needs for a token, and what windows and states need for a request."""
+    groups: Sequence[CacheGroup] = sizes.groups
+    per_token = sum(group.kind == PAGED for group in groups) * sizes.block_bytes / sizes.block_size
+    lines = [f"KV cache  {per_token / 1024:.1f} KiB per token and rank"]
+    for kind in dict.fromkeys(group for group in groups if group.kind not in (PAGED, STATE)):
+        per_window = groups.count(kind) * sizes.block_bytes * -(-kind.window // sizes.block_size)
+        lines.append(f"windows   {per_window / 2**20:.1f} MiB per request and rank for windows of {kind.window} tokens")
+    if parts := sum(group.num_parts for group in groups if group.kind == STATE):
+        lines.append(f"states    {parts * sizes.block_bytes / 2**20:.1f} MiB per request and rank")
+    return lines
+
+
+def _free_bytes(config: Config) -> int:
+    """Return the memory that a rank may use, for weights and KV cache."""
+    if config.device == CPU:
+        return free_memory_bytes() // len(config.machines.ranks)
+    import torch  # only here: it takes seconds to import
+
+    free, total = torch.cuda.mem_get_info(0)
+    return max(0, int(total * config.gpu_memory_utilization) - (total - free))

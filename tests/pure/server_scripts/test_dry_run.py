@@ -1,0 +1,74 @@
+"""`start_server --dry-run` prints what a model needs, and agrees with what is exported and allocated."""
+
+import json
+import re
+
+import pytest
+
+from engine import graph
+from engine.errors import ConfigError
+from engine.exporting.manifest import Manifest
+from engine.settings.config import Config
+from server_scripts import dry_run as dry_run_module
+from server_scripts.dry_run import dry_run
+from server_scripts.report import Reporter
+from server_scripts.start import report_sizes
+
+GIB = 2**30
+
+
+def bytes_of(directory, **settings):
+    return dry_run_module.model_sizes(Config(device="cpu", **settings), directory).weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("qwen3_next", {"quant_type": "weight_only_int4"}), ("gemma2", {}), ("deepseek_v3", {"dtype": "bfloat16"})],
+)
+def test_weights_have_the_size_of_those_that_an_export_writes(family, settings, checkpoint, exported):
+    params = graph.load(exported(family, **settings))[1]
+    wanted = sum(array.nbytes for array in params.values())
+    assert bytes_of(checkpoint(family), **settings) == pytest.approx(wanted, rel=0.01)  # but for constants
+    assert bytes_of(exported(family, **settings)) == wanted
+
+
+def test_8_bit_floats_are_wider_on_cpus(checkpoint, exported):
+    given = {"quant_type": "weight_only_fp8", "dtype": "bfloat16"}
+    wide = bytes_of(checkpoint("qwen2"), dtype="bfloat16")
+    assert bytes_of(checkpoint("qwen2"), **given) == wide
+    assert bytes_of(exported("qwen2", **given)) == pytest.approx(wide, rel=0.01)
+
+
+@pytest.mark.parametrize("keys", [{}, {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}}])
+def test_config_json_alone_is_enough(keys, tmp_path, checkpoint):
+    config = json.loads((checkpoint("qwen2") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | keys))
+    settings = {"quant_type": "weight_only_int4"} if keys else {}
+    assert bytes_of(tmp_path) == bytes_of(checkpoint("qwen2"), **settings)
+
+
+def test_the_report_tells_the_cache_of_a_token_and_the_state_of_a_request(checkpoint, exported):
+    lines, fits = dry_run(Config(device="cpu", max_seq_len=64, max_dec_len=64), checkpoint("qwen3_next"))
+    caches = Manifest.read(exported("qwen3_next")).graph().caches
+    assert fits and "KV cache  0.5 KiB per token and rank" in lines  # one layer of 2 x 2 heads of 32 floats
+    state = next(line for line in lines if line.startswith("states"))
+    assert len(caches) == 1 and state.endswith("MiB per request and rank") and " 0.0 " not in state
+
+
+@pytest.mark.parametrize(
+    ("free", "settings", "message"),
+    [(1000, {}, "the weights alone do not fit"), (GIB, {"block_bs": 1e6}, "BLOCK_BS is 1e.06: .* at most .* fits")],
+)
+def test_a_model_that_does_not_fit_is_reported(free, settings, message, checkpoint, monkeypatch):  # noqa: PLR0913
+    monkeypatch.setattr(dry_run_module, "free_memory_bytes", lambda: free)
+    lines, fits = dry_run(Config(device="cpu", **settings), checkpoint("qwen2"))
+    assert not fits
+    assert re.match(f"fits      no: {message}", lines[-1])
+
+
+def test_the_command_prints_the_report_and_refuses_a_model_that_has_to_be_fetched(checkpoint, monkeypatch, capsys):
+    monkeypatch.setenv("DEVICE", "cpu")
+    assert report_sizes(str(checkpoint("qwen2")), Reporter()) == 0
+    assert capsys.readouterr().out.startswith("model     qwen2: float32, ranks: 1, device: cpu\nweights ")
+    with pytest.raises(ConfigError, match="needs a folder of this disk .*, org/model is none"):
+        report_sizes("org/model", Reporter())
