@@ -15,8 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from engine.models.families import read_model
+from engine.models.formats import FLOAT32
+from engine.models.weights import Shard, weights_of
+
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+MATRIX = 2  # axes
 QWEN2 = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -28,6 +33,20 @@ QWEN2 = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+QWEN3_MOE = {**QWEN2, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
+TINY = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+TINY_MIXTURE = {**TINY, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 32}
 LLAMA3 = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -87,46 +106,52 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
     },
-    "tiny": QWEN2
+    "qwen3-moe-0.8b": QWEN3_MOE
     | {
-        "vocab_size": 2048,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "moe_intermediate_size": 512,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 11,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
         "tie_word_embeddings": True,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
+    },
+    "tiny": QWEN2 | TINY,
+    "tiny-moe": QWEN3_MOE | TINY_MIXTURE,
+    "tiny-hybrid": QWEN3_MOE  # three layers of Gated DeltaNet and one of attention, all with mixtures of experts
+    | TINY_MIXTURE
+    | {
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "partial_rotary_factor": 0.25,
+        "shared_expert_intermediate_size": 128,
     },
 }
 
 
 def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor, by its name in Hugging Face's Qwen2."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    head_dim = hidden // config["num_attention_heads"]
-    kv = config["num_key_value_heads"] * head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
-            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, hidden)
-            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
-        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, hidden)
-        shapes[f"{prefix}mlp.gate_proj.weight"] = shapes[f"{prefix}mlp.up_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
-        shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
-    return shapes
+    """Return the shape of each tensor of the model that this config.json describes, by its name."""
+    weights = weights_of(read_model(config).network(Shard(FLOAT32, "float32", block_size=64))).values()
+    return {part.tensor: part.shape for weight in weights for part in weight.parts}
 
 
 def random_bits(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> bytes:
-    """Return the tensor's bytes in bfloat16, truncated from float32. Norms are ones."""
-    values = np.ones(shape, np.float32) if "norm" in name else rng.standard_normal(shape, np.float32) * 0.02
+    """Return the tensor's bytes in bfloat16, truncated from float32. Norms are ones. Matrices keep the size of what
+    they are multiplied with, so that answers vary; states of Gated DeltaNet decay slowly."""
+    values = rng.standard_normal(shape, np.float32)
+    values *= 1.2 / shape[1] ** 0.5 if len(shape) == MATRIX else 0.1
+    if "norm" in name:
+        values[:] = 1
+    if name.endswith("A_log"):
+        values -= 3
     return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
 
