@@ -70,8 +70,8 @@ class Case:
 
     def _take_token(self, matcher: Grammar) -> None:
         assert isinstance(matcher, Matcher) and self._request
-        if matcher.failure:
-            self._fail(matcher.failure)
+        if matcher.error:
+            self._fail(matcher.error)
             return
         [row] = self._pool.masks([MaskRow(self._request)])
         if matcher.is_mask_missing:

@@ -66,11 +66,9 @@ class Compilation:
 
     def enter(self) -> None:
         """Give the request and its forks their grammars. Raises RequestError if the compilation has failed."""
-        try:
-            grammars = self.grammars.result()
-        except Exception as error:
-            raise as_request_error(error) from error
-        for request, grammar in zip((self.request, *self.request.forks), grammars, strict=True):
+        if error := self.grammars.exception():
+            raise as_request_error(error)
+        for request, grammar in zip((self.request, *self.request.forks), self.grammars.result(), strict=True):
             request.grammar = grammar
 
 

@@ -152,7 +152,8 @@ class EngineLoop:
                 for request_id in compiled.dropped:
                     self._beams.drop(request_id)
             except RequestError as error:
-                refused += [Update(request, (), None, FAILED, error) for request in wanted]
+                failure = error.with_traceback(None)  # its frames have the updates, which would keep all requests alive
+                refused += [Update(request, (), None, FAILED, failure) for request in wanted]
         return refused
 
     def stats(self) -> dict[str, float]:

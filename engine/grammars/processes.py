@@ -80,8 +80,12 @@ class WorkerProcess:
         return self._connection.poll()
 
     def close(self) -> None:
-        """Let it end."""
+        """Let it end. Calls stay pending until it has, because it may still write masks."""
         self._connection.close()
+
+    def ended(self) -> None:
+        """Forget the pending calls of a process that has ended."""
+        self._pending.clear()
 
 
 class ForkServerProcess:

@@ -11,7 +11,7 @@ from itertools import count
 from engine.errors import SetupError
 from engine.grammars.fork_server import Setup
 from engine.grammars.matcher import CompiledGrammar
-from engine.grammars.processes import Exit, ForkServerProcess, SharedRows
+from engine.grammars.processes import Exit, ForkServerProcess, SharedRows, WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class Workers:
         self._ids = count()
         self._by_id: dict[int, CompiledGrammar] = {}
         self._by_fd: dict[int, CompiledGrammar] = {}
+        self._ending: dict[int, WorkerProcess] = {}  # forgotten, but their exits have not been received
 
     @property
     def is_busy(self) -> bool:
@@ -107,6 +108,9 @@ class Workers:
             self._epoll.unregister(self._server.fileno())
             self._server.close()
             self._server = None
+        for process in self._ending.values():
+            process.ended()
+        self._ending.clear()
 
     def _take_exits(self) -> None:
         assert self._server
@@ -118,6 +122,8 @@ class Workers:
         for each in exits:
             if grammar := self._by_id.get(each.worker_id):
                 self._lose(grammar, each)
+            if process := self._ending.pop(each.worker_id, None):
+                process.ended()
         return None
 
     def _lose_server(self) -> None:
@@ -143,3 +149,4 @@ class Workers:
         if self._by_fd.pop(process.fileno(), None):
             self._epoll.unregister(process.fileno())
         process.close()
+        self._ending[process.worker_id] = process

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.grammar import MaskRow
 from engine.core.types import Request, Sampling
 from engine.errors import Cancelled, InvalidRequest, Overloaded, RequestError, SetupError, TokenizerError
 from engine.grammars import compiler, pool, workers
@@ -201,8 +202,9 @@ def test_a_worker_that_was_not_needed_for_long_ends_also_when_there_is_nothing_e
     with grammars() as made:
         guided = Guided(tokenizer, grammars=made)
         guided.run(a_request("a", "guided_choice", ["x"]))
+        guided.run(a_request("b", "guided_regex", "y{9}", max_new_tokens=2))  # cut off: no step follows its last token
         made.poll()
-        assert len(worker_pids(made)) == 1
+        assert len(worker_pids(made)) == 2
         now = time.monotonic()
         monkeypatch.setattr(compiler.time, "monotonic", lambda: now + 30)
         guided.turn()
@@ -211,6 +213,17 @@ def test_a_worker_that_was_not_needed_for_long_ends_also_when_there_is_nothing_e
         guided.turn()
         assert not made._compiler.grammars
         wait_until(lambda: not worker_pids(made))
+
+
+def test_errors_of_grammars_keep_no_request_alive(tokenizer):
+    """A traceback has the frames of the step, and these have the requests that ended in it: their workers would run
+    until the garbage collector finds them."""
+    with grammars() as made:
+        guided = Guided(tokenizer, grammars=made)
+        guided.loop.add(raw_request("refused", {"type": "nothing"}))
+        guided.loop.add(raw_request("crashing", CRASHING))
+        guided.run()
+        assert [each.__traceback__ for each in guided.errors.values()] == [None, None]
 
 
 # Deaths
@@ -290,10 +303,21 @@ def test_an_answer_whose_mask_is_late_is_left_out_of_steps_until_it_comes(tokeni
         assert without_stop_ids(guided) == expected
 
 
+def test_the_rows_of_a_late_mask_are_free_again_when_its_worker_has_ended(tokenizer):
+    with grammars() as made:
+        request = raw_request("a", {"const": "xyz"})
+        [request.grammar] = begun(made, request)
+        signal_workers(made, signal.SIGSTOP)
+        made.masks([MaskRow(request, tokenizer.encode('"'))])
+        assert [*made._late_rows_ends()] == [2]
+        signal_workers(made, signal.SIGKILL)
+        wait_until(lambda: made.poll(0.01) or not [*made._late_rows_ends()])
+
+
 def test_a_worker_that_hangs_is_replaced(tokenizer, monkeypatch):
     expected = undisturbed(tokenizer)
     with grammars() as made:
-        monkeypatch.setattr(compiler, "HUNG_S", 0.3)
+        monkeypatch.setattr(compiler, "HUNG_S", 2.0)
         stop = iter([*[lambda: None] * 10, lambda: signal_workers(made, signal.SIGSTOP)])
         assert an_answer(tokenizer, made, lambda: next(stop, lambda: None)()) == expected
 
