@@ -183,7 +183,7 @@ def error_of(kind: str, text: str, retry_after_s: int | None = None, **cause: An
     return error
 
 
-def as_request_error(error: Exception) -> RequestError:
+def as_request_error(error: BaseException) -> RequestError:
     """Return the error to report to the client. An unexpected exception is reported by its type only; the log contains
     the rest."""
     if isinstance(error, RecursionError):  # JSON may be read that is too deep to be compared or written
