@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from engine.exporting.files import model_hash
 from engine.link.client import EngineClient
 from engine.serving.input_processor import InputProcessor
 from engine.serving.lora_registry import LoraRegistry
@@ -25,4 +28,5 @@ def build_service(config: Config) -> Service:
 
     loras = LoraRegistry.of_server(config)
     processor = InputProcessor.load(config, config.graph_path, tokenizer, cache_size, loras)
+    processor = replace(processor, model_hash=model_hash(config.graph_path))
     return Service(processor, client, ServiceOptions.of(config))

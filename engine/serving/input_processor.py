@@ -12,7 +12,6 @@ import numpy as np
 from engine.core.cache_groups import FULL_ATTENTION, PAGED
 from engine.core.types import Sampling
 from engine.errors import InvalidRequest
-from engine.exporting.files import model_hash
 from engine.exporting.head import is_of_tokens, load_head
 from engine.exporting.manifest import Manifest
 from engine.serving.grammar_builder import GrammarBuilder
@@ -56,7 +55,7 @@ class InputProcessor:
     grammar_builder: GrammarBuilder = GrammarBuilder()
     classifier: np.ndarray | None = None  # f32 [num_labels, hidden_size] of a model that scores and does not generate
     joins_pairs: bool = False  # the classifier reads logits of a generative model: a pair is one concatenated text
-    model_hash: str = ""  # equal on machines that serve the same model
+    model_hash: str = ""  # equal on servers of the same model; empty: not a server
 
     @classmethod
     def load(
@@ -80,7 +79,6 @@ class InputProcessor:
             grammar_builder=GrammarBuilder.of_server(config),
             classifier=load_head(graph_dir),
             joins_pairs=is_of_tokens(graph_dir),
-            model_hash=model_hash(graph_dir),
         )
 
     def process(self, request: GenerationRequest) -> Prompt:

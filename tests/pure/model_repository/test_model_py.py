@@ -39,6 +39,7 @@ def model_py(monkeypatch):
 def graph_dir(tmp_path):
     write_tokenizer(tmp_path)
     Manifest(400, 64, 4, 1, "float32", {}).write(tmp_path)
+    (tmp_path / "config.json").write_text("{}")  # every exported model has one
     return tmp_path
 
 
