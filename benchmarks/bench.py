@@ -5,7 +5,8 @@
 A case is REQUESTS x PROMPT_LEN x ANSWER_LEN in tokens, all requests submitted at once: prefill ends when every request
 has its first token, decode is the rest. Over HTTP every stream is one client that streams an answer with the lengths of
 the first case; with --arrivals the clients arrive one by one at this average rate per second (a Poisson process). Each
-figure is the median of --repeats runs after one warm-up. On a GPU, `--load-format dummy` draws random weights there.
+figure is the median of --repeats runs after one warm-up. `--load-format dummy` draws random weights when the graph is
+loaded.
 The last line of the output is JSON.
 """
 

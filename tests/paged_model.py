@@ -35,7 +35,8 @@ class PagedModel:
 
     @classmethod
     def of(cls, model_dir: Path, ops=reference, rank: int = 0, **sizes) -> PagedModel:
-        graph, params = load(model_dir, rank)
+        graph, stored = load(model_dir, rank)
+        params = {name: np.asarray(each) for name, each in stored.items()}
         return cls(Manifest.read(model_dir), lambda inputs: run_graph(graph, params, inputs, ops), **sizes)
 
     @classmethod

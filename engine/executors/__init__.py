@@ -41,8 +41,6 @@ def make_executor(
     check_num_ranks(graph_dir, manifest, config)
     if config.device == GPU:
         check_gpus(config)
-    elif not manifest.graph().parameters:
-        raise ConfigError(f"{graph_dir} was exported without weights (LOAD_FORMAT=dummy); only DEVICE=gpu draws some")
     if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
     draft_dir = export_draft_model(graph_dir, config, tell) if machines.is_master else None

@@ -33,7 +33,7 @@ class Model:
     load_format: str = setting(
         "auto",
         "LOAD_FORMAT",
-        "`dummy`: export from config.json alone, with random weights drawn on the GPU",
+        "`dummy`: export from config.json alone, with random weights",
         choices=("auto", "dummy"),
         synonyms=dict.fromkeys(("safetensors", "hf"), "auto"),  # vLLM's names
     )

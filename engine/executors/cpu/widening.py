@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,7 @@ class Widened:
 
     @property
     def nbytes(self) -> int:
-        return self.numbers.size * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         made = np.empty(self.shape, self.dtype)

@@ -88,11 +88,6 @@ def test_more_ranks_than_gpus_and_gpus_of_several_machines_are_refused(machine, 
         device.check_gpus(Config(mp_num=2, mp_nnode=2))
 
 
-def test_a_model_without_weights_is_refused_on_the_cpu(exported):
-    with pytest.raises(ConfigError, match="without weights .LOAD_FORMAT=dummy.; only DEVICE=gpu draws some"):
-        make_executor(exported("qwen2", load_format="dummy"), Config(device="cpu"))
-
-
 def test_numbers_of_float16_are_refused_on_the_cpu(exported):
     message = "is float16, which only GPUs compute with: export with bfloat16"
     with pytest.raises(GraphError, match=message):
