@@ -178,7 +178,7 @@ class EngineLoop:
         return asdict(stats)
 
     def _launch(self) -> bool:
-        self.scheduler.now = time.time()
+        self.scheduler.now, self.scheduler.max_drafts = time.time(), self.executor.max_drafts
         batch = self.scheduler.next_batch()
         if batch is None:
             return False

@@ -40,6 +40,7 @@ class Scheduler:
         self.limits = limits
         self.counters = Counters()
         self.now = 0.0  # seconds since the epoch, set by the loop before each step
+        self.max_drafts = limits.max_drafts  # draft tokens of a row; the loop may set it before each step
         self._cache = KVCacheManager(pool, limits)
         self._queue = RunningQueue(self._cache, limits, self.counters)
         self.waiting, self.running = self._queue.waiting, self._queue.running
@@ -126,7 +127,7 @@ class Scheduler:
         has_mask = any(request.grammar and row.num_sampled for request, row, _ in launched)
         has_prompt_outputs = self._num_prompt_logits_left < self.limits.max_prompt_logits
         rows = [row for _, row, _ in launched]
-        max_drafts = self.limits.max_drafts
+        max_drafts = self.max_drafts
         if max_drafts:  # of all rows together: what is left of the budget
             max_drafts = self.limits.max_batched_tokens - sum(len(row.token_ids) for row in rows)
         slot_changes, swaps = self._queue.take_slot_changes(), self.pool.take_swaps()
@@ -152,7 +153,6 @@ class Scheduler:
         guided: list[Update] = []
         sampled, of_prompts = zip(output.token_ids, output.logprobs, strict=True), iter(output.prompt_outputs)
         block_size, has_prompt_outputs = self.pool.block_size, bool(output.prompt_outputs)
-        may_draft = self.limits.max_drafts > 0
         for request, row, forks in launched:
             num_sampled = row.num_sampled
             token_ids, logprobs = next(sampled) if num_sampled else ((), None)
@@ -165,7 +165,7 @@ class Scheduler:
                 request.grammar.is_mask_missing = False
                 self._queue.preempt(request)  # the sampled token is invalid and is computed again
                 continue
-            if num_sampled > 1 or (may_draft and row.max_drafts):
+            if num_sampled > 1 or row.max_drafts:
                 request.num_computed += len(token_ids) - 1
                 request.num_unverified -= num_sampled - 1 + row.max_drafts
                 self.counters.num_drafted_tokens += num_sampled - 1
@@ -197,7 +197,7 @@ class Scheduler:
     def _schedule_decodes(self, launched: list[Launched]) -> list[Request]:
         """Add a row for each running request that decodes. Return the requests that still compute their prompts.
         Preempts if necessary, but only requests that are younger than all that have a row."""
-        in_prompt, may_draft = [], self.limits.max_drafts > 0
+        in_prompt, may_draft = [], self.max_drafts > 0
         spare = self.limits.max_batched_tokens - self.num_running  # for tokens that a grammar forces
         for request in self._computable():
             start, token_ids = request.num_computed, request.token_ids[-1:]
@@ -212,7 +212,7 @@ class Scheduler:
                 if request.num_new_tokens + 1 >= request.sampling.max_new_tokens:
                     continue  # which is the last one
                 token_ids = [PENDING]
-            last = start + request.num_unverified if may_draft else start  # at most
+            last = start + request.num_unverified  # at most
             if last >= request.room and (request.slot < 0 or not self._queue.allocate_or_preempt(request)):
                 continue  # it was preempted
             num_sampled, max_drafts = 1, 0
@@ -288,7 +288,7 @@ class Scheduler:
         may add. There are blocks for them behind the next token, wherever that comes to be."""
         grammar = request.grammar
         forced = grammar.forced()[:spare] if grammar and spare > 0 else ()
-        num_drafts = len(forced) or (self.limits.max_drafts if grammar is None or grammar.takes_drafts else 0)
+        num_drafts = len(forced) or (self.max_drafts if grammar is None or grammar.takes_drafts else 0)
         num_drafts = min(num_drafts, request.max_len - 1 - request.num_computed)
         if num_drafts > 0:
             num_drafts = self._cache.allocate_drafts(request, num_drafts, len(self.running))

@@ -288,10 +288,18 @@ class Executor(Protocol):
     block_size: int  # tokens of a block, chosen at export
     block_bytes: int  # of a block of the KV cache, in all layers of its group
     cache_groups: tuple[CacheGroup, ...]  # of the graph
-    runs_ahead: bool  # a step with PENDING tokens may be launched while the previous one runs
     max_prompt_logits: int  # tokens of a step with prompt outputs, whose logits are in memory at once; 0: unsupported
     takes_spans: bool  # requests may have prompt spans
-    max_drafts: int  # draft tokens that it adds to a row; 0: it does not draft
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Return whether a step with PENDING tokens may be launched now while the previous one runs."""
+        ...
+
+    @property
+    def max_drafts(self) -> int:
+        """Return how many draft tokens it may add to a row of the next step; 0 if it does not draft."""
+        ...
 
     def free_bytes(self) -> int:
         """Return the memory that is free for the KV cache, in addition to what steps so far have needed, on the rank

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from engine.core.types import Row, StepOutput
 
-PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # assumed share of right drafts, as if it had been seen so often
+PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # assumed share of right first drafts, as if it had been seen so often
 DECAY = 0.97  # of the weight of earlier drafts, for each new one
 GROWTH = 0.25  # assumed growth of a step's time when its tokens double, as long as it is not measured
 NUM_TRUSTED = 3  # measurements of a step time that are needed to rely on it
@@ -19,6 +19,9 @@ MAX_BALANCE = 20.0  # steps without drafts whose time earlier gains may be spent
 CREDIT = 4.0  # of these steps, at the start, for each number of rows
 LEAST_PROBABILITY = 0.05  # of drafts that are considered
 MAX_IDLE = 64  # steps after which drafts are tried again, although they do not seem to pay
+# Time that drafting adds to a step even if nothing is drafted, and the share of the time of all steps that it may take.
+BOOKKEEPING_S, ROW_BOOKKEEPING_S, BOOKKEEPING_SHARE = 60e-6, 10e-6, 0.003
+NUM_PROBES = 8  # steps without chosen drafts after which the policy rests
 BASE_INTERVAL = 128  # steps with drafts after which one without them is measured
 Offer = tuple[int, int]  # level and number of the drafts of a row
 no_time: Callable[[int], float] = lambda depth: 0.0  # noqa: E731
@@ -39,10 +42,11 @@ class Acceptance:
 
     def expected(self, level: int, num_drafts: int) -> list[float]:
         """Return, for each of the drafts, the probability that it and those before it are right."""
-        probabilities, product = [], 1.0
+        probabilities, product, share = [], 1.0, PRIOR
         for position in range(num_drafts):
             right, judged = self._counts[level, position]
-            product *= (right + PRIOR * PRIOR_WEIGHT) / (judged + PRIOR_WEIGHT)
+            share = (right + share * PRIOR_WEIGHT) / (judged + PRIOR_WEIGHT)  # as at the position before, unless seen
+            product *= share
             probabilities.append(product)
         return probabilities
 
@@ -114,12 +118,23 @@ class DraftPolicy:
         self._times: dict[int, StepTimes] = {}  # by the number of rows
         self._prompt_token_s = 0.0  # of steps that also compute prompts
         self._balance_s = 0.0
+        self._num_left_to_rest = self._num_quiet = 0  # `_num_quiet`: steps without chosen drafts since the last rest
         self._num_idle = self._num_busy = 0  # steps without chosen drafts, and with them, since the last others
 
     @property
     def wants_offers(self) -> bool:
         """Return whether drafting is worth its own time. If drafts have not paid for a while, it seldom is."""
         return self._balance_s > 0 and (self._num_idle < MAX_IDLE // 4 or self._num_idle % 8 == 0)
+
+    @property
+    def rests(self) -> bool:
+        """Return whether the next step should be computed without any bookkeeping for drafts."""
+        return self._num_left_to_rest > 0
+
+    def rest(self, seconds: float) -> None:
+        """Note a step that was computed while the policy rests, and its time."""
+        self._num_left_to_rest -= 1
+        self._balance_s += LOSS_SHARE * seconds
 
     def choose(
         self, num_rows: int, num_extra: int, offers: Sequence[Offer], draft_s: Callable[[int], float] = no_time
@@ -189,11 +204,18 @@ class DraftPolicy:
         if not times.has_credit and times.is_trusted(0):
             times.has_credit = True
             self._balance_s += CREDIT * base_s
-        saved_s = -draft_s
+        # A process that takes the CPU for a while must not decide whether drafts pay.
+        saved_s = -min(draft_s, 2 * base_s)
         if num_extra and times.is_trusted(0):
-            saved_s += num_sampled / num_rows * base_s - seconds
+            saved_s += num_sampled / num_rows * base_s - min(seconds, 2 * times.seconds(num_extra))
         limit_s = MAX_BALANCE * base_s
         self._balance_s = min(max(self._balance_s + LOSS_SHARE * seconds + saved_s, -2 * limit_s), limit_s)
+        self._num_quiet = 0 if num_extra else self._num_quiet + 1
+        if self._num_quiet >= NUM_PROBES and times.is_trusted(0):
+            self._num_quiet = 0
+            share = (BOOKKEEPING_S + ROW_BOOKKEEPING_S * num_rows) / max(base_s, 1e-9)
+            num_steps = int(NUM_PROBES * share / BOOKKEEPING_SHARE)
+            self._num_left_to_rest = num_steps if num_steps > NUM_PROBES else 0
         return saved_s
 
     def observe_beside_prompts(self, num_tokens: int, seconds: float) -> None:

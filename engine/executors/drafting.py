@@ -7,15 +7,16 @@ drafts.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine.core.types import PENDING, Batch, Executor, Row, StepOutput
+from engine.core.types import PENDING, Batch, Executor, Row, Step, StepOutput
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot, Drafts
 from engine.executors.lookup_drafts import LookupDrafts
+from engine.executors.step import Mask, StepInThread
 from engine.settings.config import Config
 
 
@@ -82,9 +83,9 @@ class DraftingExecutor:
     tokens of the next step, adds drafts to its rows, and launches it on the other executor. So the scheduler can
     schedule a step while the one before runs, and need not know how many drafts are accepted. The other executor, with
     all its ranks, receives batches in which every token is known.
-    """
 
-    runs_ahead = True
+    While the policy rests, steps are passed on to an executor that computes in a thread, as if there were no drafts.
+    """
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class DraftingExecutor:
     ):
         """Wrap `executor`. A row gets at most `max_drafts` drafts. The policy chooses how many drafts are verified;
         without one, all of them are."""
-        self.max_drafts = max_drafts
+        self._max_drafts = max_drafts
         self.block_size, self.block_bytes = executor.block_size, executor.block_bytes + source.block_bytes
         self.cache_groups, self.takes_spans = executor.cache_groups, executor.takes_spans
         self.max_prompt_logits = executor.max_prompt_logits
@@ -108,12 +109,24 @@ class DraftingExecutor:
         self._computes = thread is not None
         self._thread = thread or ThreadPoolExecutor(1, "drafts")
 
+    @property
+    def _rests(self) -> bool:
+        return self._computes and self._policy is not None and self._policy.rests
+
+    @property
+    def max_drafts(self) -> int:
+        return 0 if self._rests else self._max_drafts
+
+    @property
+    def runs_ahead(self) -> bool:
+        return not self._rests
+
     def free_bytes(self) -> int:
         return self._executor.free_bytes()
 
     def allocate(self, num_blocks: int) -> None:
         self._executor.allocate(num_blocks)
-        self._source.allocate(num_blocks)
+        self._thread.submit(self._source.allocate, num_blocks).result()  # where it will run
 
     def warm_up(self) -> None:
         self._executor.warm_up()
@@ -124,7 +137,9 @@ class DraftingExecutor:
     def drop_adapter(self, adapter_id: str) -> None:
         self._thread.submit(self._executor.drop_adapter, adapter_id)
 
-    def launch(self, batch: Batch) -> DraftingStep:
+    def launch(self, batch: Batch) -> Step:
+        if self._computes and not batch.max_drafts and not any(row.token_ids[0] == PENDING for row in batch.rows):
+            return StepInThread(self._thread, batch, self._pass_on)
         step = DraftingStep()
         step.output = self._thread.submit(self._run, batch, step)
         return step
@@ -144,11 +159,31 @@ class DraftingExecutor:
                 step.drafted.set_exception(error)
             raise
 
-    def _compute(self, batch: Batch, step: DraftingStep) -> StepOutput:
+    def _pass_on(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
+        """Compute a step without drafts and note its tokens."""
+        if self._error:
+            raise self._error
+        began = time.perf_counter()
+        try:
+            self._begin(batch)
+            output: StepOutput = self._executor.compute(batch, wait_for_mask)  # type: ignore[attr-defined]
+            self._append(batch.rows, output)
+        except BaseException as error:
+            self._error = error
+            raise
+        if self._policy:
+            self._policy.rest(time.perf_counter() - began)
+        return output
+
+    def _begin(self, batch: Batch) -> None:
+        """Note the new requests and blocks of a step."""
         self._source.begin(batch, self._slots)
         for slot, token_ids, prompt_len, sampling, *_ in batch.arrivals:
             max_len = prompt_len + max(sampling.max_new_tokens - 1, 0)
             self._slots[slot] = DraftedSlot(list(token_ids), prompt_len, max_len)
+
+    def _compute(self, batch: Batch, step: DraftingStep) -> StepOutput:
+        self._begin(batch)
         began = time.perf_counter()
         filled, drafts = self._fill_in(batch)
         step.drafted.set_result(drafts)

@@ -12,7 +12,7 @@ from engine.core.cache_groups import PAGED, CacheGroup
 from engine.core.types import Batch, Sampling
 from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.draft_cache import DraftCache
-from engine.executors.model_drafts import DraftRow
+from engine.executors.model_drafts import CHUNK, DraftRow
 from engine.exporting.manifest import Manifest
 from engine.models.layers import LOGITS
 from engine.ops import cpu
@@ -48,7 +48,17 @@ class CpuDraftModel:
         self._program.set_caches({})  # otherwise the old caches would stay alive beside the new ones
         self._caches = {spec.name: allocated(spec.shape_of(num_blocks), spec.dtype) for spec in self._specs}
         self._program.set_caches(self._caches)
+        self._warm_up()
         self.cache.allocate(num_blocks)
+
+    def _warm_up(self) -> None:
+        """Run the longest step twice, so that no later one has to allocate memory. It overwrites block 0."""
+        num_slots = len(self.cache.tables)
+        self.cache.tables[:] = 0
+        rows = [DraftRow(slot, 0, [0], True, 0) for slot in range(num_slots)]
+        rows.append(DraftRow(0, 0, [0] * min(CHUNK, self._block_size), False, 0))
+        for _ in range(2):
+            self.run(rows)
 
     def place(self, batch: Batch) -> None:
         """Note the new requests and blocks of a step of the target model, and copy blocks as it does."""
@@ -61,11 +71,11 @@ class CpuDraftModel:
     def run(self, rows: Sequence[DraftRow]) -> list[int]:
         """Compute the tokens of the rows, and return a token for each row that samples; a negative one if none can be
         sampled."""
-        sampling = [row for row in rows if row.samples]
         logits = self._program.run(self._inputs(rows))[LOGITS]
-        if not sampling:
-            return []
+        sampling = [row for row in rows if row.samples]
         values = SamplingRows(self._rows.values[[row.slot for row in sampling]])
+        if not values.temperature.any():  # the sampler takes longer than a small model
+            return logits.argmax(axis=1).tolist() if sampling else []
         values.counter[:] = [row.num_answered for row in sampling]
         return cpu.sample(logits, values).token_ids.tolist()
 
@@ -77,6 +87,17 @@ class CpuDraftModel:
     def _inputs(self, rows: Sequence[DraftRow]) -> dict[str, np.ndarray]:
         """Return the inputs of the graph (docs/ops.md), without the caches."""
         starts = np.array([row.start for row in rows], np.int32)
+        slots = [row.slot for row in rows]
+        if all(row.samples and len(row.token_ids) == 1 for row in rows):  # all runs but the first
+            ends = np.arange(len(rows) + 1, dtype=np.int32)
+            return {
+                "token_ids": np.array([row.token_ids[0] for row in rows], np.int32),
+                "positions": starts,
+                "query_starts": ends,
+                "context_lens": starts,
+                "block_tables": self.cache.tables[slots, : int(starts.max()) // self._block_size + 1],
+                "logit_rows": ends[:-1],
+            }
         lengths = np.array([len(row.token_ids) for row in rows], np.int32)
         query_starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(lengths, out=query_starts[1:])
@@ -87,6 +108,6 @@ class CpuDraftModel:
             "positions": positions,
             "query_starts": query_starts,
             "context_lens": starts,
-            "block_tables": self.cache.tables[[row.slot for row in rows], :width],
+            "block_tables": self.cache.tables[slots, :width],
             "logit_rows": (query_starts[1:] - 1)[[row.samples for row in rows]],
         }

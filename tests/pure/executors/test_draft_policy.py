@@ -100,6 +100,19 @@ def test_beside_prompts_only_drafts_are_verified_that_save_more_than_they_cost()
     assert policy.choose_beside_prompts(1, [(1, 2)]) == [0]
 
 
+@pytest.mark.parametrize(("num_rows", "step_s", "share"), [(1, 0.0003, 0.98), (8, 0.001, 0.97), (8, 0.1, 0.0)])
+def test_bookkeeping_stops_where_it_would_take_more_than_its_share(num_rows, step_s, share):
+    policy, num_rested = DraftPolicy(), 0
+    for _ in range(10_000):
+        if policy.rests:
+            policy.rest(step_s)
+            num_rested += 1
+        else:
+            policy.observe(num_rows, 0, num_rows, (step_s, 0.0))
+    assert num_rested >= share * 10_000
+    assert share or not num_rested
+
+
 def test_step_times_are_interpolated_and_follow_the_context():
     times = StepTimes(2)
     for extra, seconds in ((0, 0.01), (4, 0.02)):

@@ -1,5 +1,6 @@
 """Drafts: what is guessed, and that steps overlap although their number of tokens is not known."""
 
+import random
 import threading
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 from engine.core.loop import EngineLoop
 from engine.core.types import PENDING, Arrival, Batch, Request, Row, Sampling, StepOutput
 from engine.executors import make_executor
+from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafting import DraftingExecutor, with_drafts
 from engine.executors.lookup_drafts import LookupDrafts
 from engine.executors.ngram import NgramDrafter
@@ -173,6 +175,41 @@ def test_steps_with_drafts_overlap_on_the_cpu_and_change_no_bit(exported, num_ra
     assert watched.num_ahead > 20
     assert 0 < stats["num_accepted_tokens"] < stats["num_drafted_tokens"]
     watched.close()
+
+
+class Restless(DraftPolicy):
+    """Verifies all drafts, and rests at random."""
+
+    wants_offers = True
+
+    def __init__(self):
+        super().__init__()
+        self.rng, self.num_rested = random.Random(0), 0
+
+    @property
+    def rests(self):
+        return self.rng.random() < 0.4
+
+    def rest(self, seconds):
+        self.num_rested += 1
+
+    def choose_for(self, rows, offers, draft_s=None):
+        return [count for _, count in offers]
+
+
+def test_steps_between_rests_continue_those_of_the_rests(exported):
+    """A step that is launched ahead may follow one of a rest, and one of a rest may follow one with drafts."""
+    config = Config(block_bs=8, batch_size=6, max_num_batched_tokens=32, cpu_threads=1, speculate_method="ngram")
+    executor = make_executor(exported("qwen2", block_size=16), replace(config, speculate_method="none"))
+    executor.allocate(64)
+    expected, _ = answers_of(executor, config)
+    policy = Restless()
+    drafting = DraftingExecutor(executor, 4, LookupDrafts.of(config), policy)
+    found, stats = answers_of(drafting, config)
+    assert found == expected
+    assert policy.num_rested > 5
+    assert stats["num_accepted_tokens"] > 0
+    drafting.close()
 
 
 def answers_of(executor, config):
