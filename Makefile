@@ -29,7 +29,7 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo demo-gpu install install-cuda test quick test-clients test-gpu image-steps sanitize lint docs wheel bench bench-gpu bench-peers storm soak clean
+.PHONY: demo demo-gpu install install-cuda test quick coverage test-clients test-gpu image-steps sanitize lint docs wheel bench bench-gpu bench-peers storm soak clean
 
 # pip has one core busy for half a minute, the compiler another. The rest of the ops is compiled by the start.
 demo:  ## starts the server with the bundled model and asks it three questions
@@ -43,14 +43,19 @@ demo-gpu:  ## the same on an NVIDIA GPU
 
 install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batch
 
+test: QUICK =
 test: quick  ## all tests, those that need nothing first
 	$(BIN)/python -m pytest tests --ignore tests/pure
 
 # Some wait for processes, so that half as many again as there are cores are busy. Python keeps what it has compiled:
 # each of them, and each process that they start, would do it again.
 test quick: export PYTHONDONTWRITEBYTECODE =
-quick: install $(TESTS)  ## the tests that need no server, on all cores
-	$(BIN)/python -m pytest tests/pure --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8 --dist worksteal
+QUICK = -m "not slow"
+quick: install $(TESTS)  ## the tests that need no server and take no more than two minutes, on all cores
+	$(BIN)/python -m pytest tests/pure $(QUICK) --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8 --dist worksteal
+
+coverage: install $(TESTS)  ## lines and branches that tests/pure reaches; takes four times as long
+	$(BIN)/python -m pytest tests/pure --cov --cov-report term --numprocesses auto --dist worksteal
 
 CLIENTS = build/clients
 CLIENTS_WANTED = tests/triton/requirements-clients.txt

@@ -16,6 +16,8 @@ from engine.executors.drafting import DraftingExecutor
 from engine.executors.lookup_drafts import LookupDrafts
 from tests.pure.counting_executor import CountingExecutor, answer
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 24
 MAX_DRAFTS = 4
 

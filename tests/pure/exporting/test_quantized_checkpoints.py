@@ -39,6 +39,8 @@ from tests.quantized_checkpoints import (
     w4a16,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(5, 70))
 MATRICES = [f"layers.{layer}.{name}_proj.weight" for layer in (0, 1) for name in ("qkv", "o", "gate_up", "down")]
 

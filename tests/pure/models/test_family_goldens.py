@@ -17,6 +17,8 @@ from tests.family_checkpoints import ALL, WINDOW, prompt_lens
 from tests.paged_model import PagedModel
 from tests.pure.models.test_ranks import answer, answers_of_ranks
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[2] / "golden/families"
 BLOCK_SIZE = 16
 # Fused matrices, a gated norm behind each sum, biases, windows of their own; the others are in tests/engines.

@@ -20,6 +20,8 @@ from tests.mixture_checkpoints import MIXTURES
 from tests.pure.exporting.test_quantized_checkpoints import numbers_of
 from tests.quantized_checkpoints import change_tensors, make_fp8, make_quantized
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("kind", ["awq", "w4a16 of 32", "w8a8"])
 def test_the_codes_of_experts_are_kept(kind, tmp_path):

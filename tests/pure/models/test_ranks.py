@@ -18,6 +18,8 @@ from tests.paged_model import PagedModel
 from tests.pure.models.test_models import golden
 from tests.pure.ranks import run_processes, run_threads
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 24
 CUTS = [*((family, 2) for family in FAMILIES), ("qwen2", 4), ("qwen3", 4)]  # 4: more than key-value heads
 

@@ -19,6 +19,8 @@ from tests import checkpoints, family_checkpoints
 from tests.paged_model import PagedModel
 from tests.pure.models.test_ranks import answers_of_ranks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 PROMPT = list(range(3, 11))
 # Mean difference of a log-probability from float32, as a share of their standard deviation, in models of 64 channels.
