@@ -4,9 +4,10 @@
 
 The model is an exported one, or a shape, which is first exported without weights (LOAD_FORMAT=dummy). Decode is
 measured in the steady state: the given number of requests, each with a context of --context tokens, all in every step.
-The limit is the time to read all weights and the cache once at the bandwidth at which this GPU sums numbers. Busy is
-the share of the time in which a kernel runs, by torch's profiler, whose longest kernels are shown with --kernels. With
-several ranks both are those of the first rank, which reads its own shard. The last line of the output is JSON.
+The limit is the time to read all weights and the cache once at the bandwidth at which this GPU sums numbers; of a
+mixture of experts, the weights of the experts that a step uses, whose number in a layer is shown. Busy is the share of
+the time in which a kernel runs, by torch's profiler, whose longest kernels are shown with --kernels. With several ranks
+both are those of the first rank, which reads its own shard. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.experts_hit import experts_of, num_hit
 from benchmarks.random_adapter import make_adapter
 from benchmarks.random_checkpoint import SHAPES
 from engine import graph as graphs
@@ -52,6 +55,8 @@ class Bench:
         table = next(value for name, value in graph.parameters.items() if "embed_tokens" in name)
         unread = 0 if is_tied else 2 * table.shape[0] * table.shape[1]
         self.weight_bytes = num_bytes(graph) - unread
+        self.num_experts, names = experts_of(graph)
+        self.expert_bytes = num_bytes(replace(graph, parameters={name: graph.parameters[name] for name in names}))
         self.executor, self.config = make_executor(model_dir, config), config
         collect_garbage_seldom()
         self.num_blocks = allocate_cache(self.executor, config, self.model.max_seq_len)
@@ -107,15 +112,18 @@ class Bench:
             for _ in range(TRACED):
                 loop.step()
             torch.cuda.synchronize()
+        hit = num_hit(self.executor, loop.step) if self.num_experts else 0.0
         for name in [*map(str, range(num_requests)), *(f"waiting {number}" for number in range(self.num_waiting))]:
             loop.drop(name)
         run_to_end(loop)
-        read = self.weight_bytes + num_requests * length * self.token_bytes
+        not_hit = self.expert_bytes * (1 - hit / self.num_experts) if self.num_experts else 0
+        read = self.weight_bytes - not_hit + num_requests * length * self.token_bytes
         return {
             "tok_s": num_tokens / seconds,
             "step_ms": 1e3 * seconds / STEPS,
             "limit_ms": 1e3 * read / self.bandwidth,
             "busy": busy_share(profile, TRACED, kernels),
+            "experts_hit": hit,
         }
 
 
@@ -263,12 +271,13 @@ def main() -> None:
     print(
         f"\n{args.mp_num} x {torch.cuda.get_device_name()}, {bench.bandwidth / 1e12:.2f} TB/s, ready in {ready:.1f} s"
     )
-    print("case                     tok/s    step ms   limit ms   of the limit   busy")
+    print("case                     tok/s    step ms   limit ms   of the limit   busy   experts hit")
     for name, row in rows.items():
         if isinstance(row, dict) and "step_ms" in row:
             share = row["limit_ms"] / row["step_ms"]
             print(
                 f"{name:18}{row['tok_s']:12.0f}{row['step_ms']:11.2f}{row['limit_ms']:11.2f}{share:15.0%}{row['busy']:7.1%}"
+                f"{row['experts_hit']:14.1f}"
             )
         elif isinstance(row, dict):
             print(f"{name:18}{row['tok_s']:12.0f}")

@@ -9,7 +9,8 @@ from engine.ops.declaration import Op, arrays, attributes
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 0, 1, 2  # scorings of `moe_route`
 SILU_GATE, GELU_GATE = 0, 1  # activations of `expert_gate_up`
-ON_GPUS = ("linear", "linear_fp8", "linear_int4")  # formats of experts that GPUs have kernels for
+# Formats of experts that GPUs have kernels for.
+ON_GPUS = ("linear", "linear_int8", "linear_a8w8", "linear_int4", "linear_fp8")
 
 ROUTE = Op(
     "moe_route",
@@ -35,7 +36,6 @@ ROUTE = Op(
     ),
     header="moe_route.h",
     cuda="routing",
-    is_row_wise=False,
 )
 ADD_GATED = Op(
     "add_gated",

@@ -12,33 +12,10 @@ from tests.cuda.test_executor import a_loop, answers_of  # noqa: E402
 from tests.pure.paged_batch import PagedBatch  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("products_are_chains_of_sums"),
     pytest.mark.filterwarnings("ignore:overflow encountered"),
     pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"]),
 ]
-
-
-@pytest.fixture(autouse=True)
-def products_are_chains_of_sums(monkeypatch):
-    """Replace products of the interpreter, which are those of BLAS: their order depends on where in a tile a row is,
-    and they have no bfloat16.
-    """
-    if not IS_INTERPRETED:
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    def numbers(handle):
-        if handle.dtype.scalar == tl.bfloat16:
-            return (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return handle.data.astype(np.float32)
-
-    def dot(self, a, b, sums, *_):
-        x, y, total = numbers(a), numbers(b), sums.data.copy()
-        for k in range(x.shape[1]):
-            total += x[:, k, None] * y[None, k]
-        return interpreter.TensorHandle(total, sums.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def randn(device, dtype, *shape):

@@ -16,6 +16,10 @@ from engine.exporting.manifest import Manifest  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 
 SETTINGS = {"device": "gpu", "batch_size": 40, "block_ratio": 2.0, "num_gpu_blocks_override": 600}
+MODELS = [
+    *(("qwen2", quant_type) for quant_type in ("none", "weight_only_int4", "a8w8")),
+    *(("qwen3_moe", quant_type) for quant_type in ("none", "weight_only_int4")),
+]
 SAMPLINGS = [
     {"temperature": 0},
     {"temperature": 1.0, "top_p": 0.9},
@@ -27,14 +31,15 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("quant_type", ["none", "weight_only_int4", "a8w8"])
+@pytest.mark.parametrize("model", MODELS, ids="-".join)
 @pytest.mark.parametrize("is_invariant", [False, True])
-def test_no_kernel_is_compiled_after_the_warm_up(device, exported, caplog, quant_type, is_invariant):
+def test_no_kernel_is_compiled_after_the_warm_up(device, exported, caplog, model, is_invariant):
+    family, quant_type = model
     if device.type != "cuda":
         pytest.skip("the interpreter compiles nothing")
     if is_invariant and quant_type != "none":
         pytest.skip("BATCH_INVARIANT=1 has no quantized weights")
-    graph_dir = exported("qwen2", "bfloat16", quant_type=quant_type)
+    graph_dir = exported(family, "bfloat16", quant_type=quant_type)
     config = Config(model_dir=str(graph_dir), batch_invariant=is_invariant, **SETTINGS)
     executor = CudaExecutor(graph_dir, config)
     num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import triton
 
+from engine.ops.cuda import launch
+
 log = logging.getLogger(__name__)
 
 
@@ -34,13 +36,14 @@ class KernelCompiler:
         """Skip launches of kernels that are not compiled yet, and record them.
 
         The memory that such a kernel would have written is undefined, so the results of these steps must be discarded.
+        Only indices are zeros (`launch.new_indices`).
         """
 
         def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
             self._missing[id(fn.jit_function), key] = fn.jit_function, compile["specialization_data"]
             return True
 
-        with _hook("jit_cache_hook", note):
+        with _hook("jit_cache_hook", note), launch.recording():
             yield
         torch.cuda.synchronize(self._device)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.graph import Graph, Value
 from engine.ops import cuda
-from engine.ops.catalogue import FP8
 
 CHUNK = 16 << 20  # bytes that each reader copies at a time
 NUM_READERS = 4  # a disk is faster with several requests in flight
@@ -39,7 +38,8 @@ def load(graph: Graph, params: Mapping[str, np.ndarray], device: torch.device) -
 def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Draw random matrices or codes and set norms to one, biases to zero. `constants` keep their values."""
     generator = torch.Generator(device).manual_seed(0)
-    floats = {node.inputs[1].id for node in graph.nodes if node.op in FP8 and node.inputs[1]}
+    of_fp8 = [value for node in graph.nodes if node.op.endswith("_fp8") for value in node.inputs if value]
+    floats = {value.id for value in of_fp8 if value.dtype == "uint8"}
     tensors = {}
     for name, value in graph.parameters.items():
         if name in constants:
@@ -93,7 +93,7 @@ def _as_the_ops_want_them(graph: Graph, tensors: dict[str, Tensor]) -> dict[str,
     names = {value.id: name for name, value in graph.parameters.items()}
     for node in graph.nodes:
         if pack := cuda.packer(node.op):
-            stored = [names[value.id] for value in node.inputs[1:-1] if value]
+            stored = [names[value.id] for value in node.inputs[:-1] if value and value.id in names]
             packed = pack(*[tensors[name] for name in stored])
             tensors |= dict(zip(stored, packed, strict=False))
         if node.op == "linear" and (bias := node.inputs[2]):

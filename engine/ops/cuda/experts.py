@@ -14,9 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.dtypes import FP8_BLOCK
 from engine.ops.cuda import experts_few, fp8, lowbit
-from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, combine, grouped
+from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, INT8, combine, grouped
 from engine.ops.cuda.launch import PDL
 from engine.ops.cuda.routing import order_of
 
@@ -25,8 +24,14 @@ ADDED = 1024  # columns of a program that adds up slots
 TOGETHER = 8  # tiles of slots that go over the same weights at a time
 LARGE = 4096  # slots from which products are stored in the type of the activations until they are added up
 PACKED_BY = {
-    **dict.fromkeys(("expert_gate_up_fp8", "expert_down_fp8"), fp8.pack),
-    **dict.fromkeys(("expert_gate_up_int4", "expert_down_int4"), lowbit.pack_int4),
+    f"expert_{product}_{name}": pack
+    for product in ("gate_up", "down")
+    for name, pack in (
+        ("fp8", fp8.pack),
+        ("int4", lowbit.pack_int4),
+        ("int8", lowbit.pack_int8),
+        ("a8w8", lowbit.pack_int8),  # activations keep all of their bits
+    )
 }
 
 
@@ -35,7 +40,7 @@ class Tile(NamedTuple):
 
     slots: int
     columns: int  # outputs; of the gate and of `up` together
-    depth: int  # inputs at a time
+    depth: int  # inputs at a time; of packed matrices they are those of a block
     warps: int
     stages: int
 
@@ -43,7 +48,7 @@ class Tile(NamedTuple):
 class ExpertWeights(NamedTuple):
     """The matrices of all experts, as the kernels read them."""
 
-    kind: int  # DENSE, FP8 or INT4
+    kind: int  # DENSE, FP8, INT4 or INT8
     weight: Tensor  # [E * N, K], or packed words
     scale: Tensor | None
     zero: Tensor | None
@@ -52,7 +57,7 @@ class ExpertWeights(NamedTuple):
     @classmethod
     def of(cls, kind: int, arrays: tuple[Tensor | None, ...]) -> ExpertWeights:
         """Take the arrays in the order of the catalogue. A device without 8-bit floats has bf16 in their place."""
-        weight, *others, bias = (*arrays, None) if len(arrays) == (1, 2, 3)[kind] else arrays
+        weight, *others, bias = (*arrays, None) if len(arrays) == (1, 2, 3, 2)[kind] else arrays
         assert weight is not None
         if kind == FP8 and weight.dim() == 2:
             return cls(DENSE, weight, None, None, bias)
@@ -100,15 +105,14 @@ def down(
 
 def tile_for(num_slots: int, num_experts: int, kind: int, dtype: torch.dtype) -> Tile:
     """Return the fastest tile for the number of slots that an expert has on average, as measured on an H100."""
-    depth = FP8_BLOCK if kind == FP8 else 4 * lowbit.WORDS if kind == INT4 else 64
     if dtype == torch.float32:
-        return Tile(16, 32, depth, 4, 2)
+        return Tile(16, 32, 64, 4, 2)
     average, stages = num_slots // num_experts, 4 if kind == DENSE else 3
     if average <= 32:
-        return Tile(16 if average < 8 else 32, 64, max(depth, 128), 4, stages)
+        return Tile(16 if average < 8 else 32, 64, 128, 4, stages)
     if average <= 128 or kind != DENSE:
-        return Tile(64, 128, depth, 4, stages)
-    return Tile(128, 256, depth, 8, 3)
+        return Tile(64, 128, 64, 4, stages)
+    return Tile(128, 256, 64, 8, 3)
 
 
 def _grouped(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, num_experts: int, **given: Any) -> None:
@@ -137,6 +141,8 @@ def launch(
     num_blocks = num_slots // tile.slots + min(num_slots, num_experts)
     across = triton.cdiv(columns, tile.columns // (1 + is_gated))
     scale = stored.weight if stored.scale is None else stored.scale
+    words = 0 if stored.kind == DENSE else stored.weight.shape[2]
+    depth = words * (4 if stored.kind == INT4 else 2) or tile.depth
     is_blocked = stored.kind == FP8 and len(scale) > 1
     activation = (act["activation"], act["limit"] > 0) if is_gated else (0, False)
     numbers = (act["limit"], act["alpha"], act["offset"]) if is_gated else (0.0, 0.0, 0.0)
@@ -145,16 +151,20 @@ def launch(
         scale if stored.bias is None else stored.bias, x if weights is None else weights, out, *numbers,
         num_blocks, columns, x.shape[1], stored.weight.shape[1], num_experts, triton.next_power_of_2(num_experts + 1),
         topk_ids.shape[1] if is_gated else 1, stored.kind, is_blocked, stored.zero is not None,
-        stored.bias is not None, is_gated, *activation, x.shape[1] % tile.depth == 0, tile.slots, tile.columns,
-        tile.depth, TOGETHER, num_warps=tile.warps, num_stages=tile.stages, **PDL,
+        stored.bias is not None, is_gated, *activation, x.shape[1] % depth == 0, tile.slots, tile.columns,
+        depth, words, TOGETHER, num_warps=tile.warps, num_stages=tile.stages, **PDL,
     )  # fmt: skip
 
 
 expert_gate_up = partial(gate_up, DENSE, is_invariant=False)
 expert_gate_up_fp8 = partial(gate_up, FP8, is_invariant=False)
 expert_gate_up_int4 = partial(gate_up, INT4, is_invariant=False)
+expert_gate_up_int8 = expert_gate_up_a8w8 = partial(gate_up, INT8, is_invariant=False)
 expert_down = partial(down, DENSE, is_invariant=False)
 expert_down_fp8 = partial(down, FP8, is_invariant=False)
 expert_down_int4 = partial(down, INT4, is_invariant=False)
+expert_down_int8 = expert_down_a8w8 = partial(down, INT8, is_invariant=False)
 invariant_expert_gate_up = partial(gate_up, DENSE, is_invariant=True)
+invariant_expert_gate_up_fp8 = partial(gate_up, FP8, is_invariant=True)
 invariant_expert_down = partial(down, DENSE, is_invariant=True)
+invariant_expert_down_fp8 = partial(down, FP8, is_invariant=True)

@@ -9,8 +9,8 @@ from engine.ops.cuda.fp8_kernels import widened
 from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import weights_of
 
-DENSE, FP8, INT4 = 0, 1, 2  # kinds of matrices
-IS_FP8, IS_INT4 = tl.constexpr(FP8), tl.constexpr(INT4)
+DENSE, FP8, INT4, INT8 = 0, 1, 2, 3  # kinds of matrices
+IS_FP8, IS_INT4, IS_INT8 = tl.constexpr(FP8), tl.constexpr(INT4), tl.constexpr(INT8)
 
 
 @kernel
@@ -19,7 +19,8 @@ def grouped(
     num_blocks, columns, width, num_words, num_experts,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    IS_WHOLE: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TOGETHER: tl.constexpr,
+    IS_WHOLE: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WORDS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Multiply up to SLOTS slots of one expert by COLUMNS rows of its matrix.
 
@@ -45,9 +46,9 @@ def grouped(
         at_x = x + (slot // TOP_K).to(tl.int64)[:, None] * width
         sums = _products(
             at_x, weight, scale, zero, row, width, num_words, count.to(tl.int64) * num_experts,
-            KIND, IS_BLOCKED, HAS_ZERO, IS_WHOLE, SLOTS, COLUMNS, DEPTH,
+            KIND, IS_BLOCKED, HAS_ZERO, IS_WHOLE, SLOTS, COLUMNS, DEPTH, WORDS,
         )  # fmt: skip
-        if KIND == IS_FP8 and not IS_BLOCKED:
+        if (KIND == IS_FP8 and not IS_BLOCKED) or KIND == IS_INT8:
             sums *= tl.load(scale + row)[:, None]
         if HAS_BIAS:
             sums += tl.load(bias + row).to(tl.float32)[:, None]
@@ -79,9 +80,10 @@ def _block(starts, block, num_experts, EXPERTS: tl.constexpr, SLOTS: tl.constexp
 def _products(
     at_x, weight, scale, zero, row, width, num_words, num_rows,
     KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr, IS_WHOLE: tl.constexpr,
-    SLOTS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    SLOTS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums [COLUMNS, SLOTS] of these rows of the matrices. Packed ones have blocks of DEPTH inputs."""
+    """Return the sums [COLUMNS, SLOTS] of these rows of the matrices. Packed ones have blocks of DEPTH inputs in WORDS
+    words."""
     k = tl.arange(0, DEPTH)
     sums = tl.zeros([COLUMNS, SLOTS], tl.float32)
     for start in range(0, width, DEPTH):
@@ -92,9 +94,10 @@ def _products(
             sums = tl.dot(weights, tl.trans(values), sums, input_precision="ieee")
         else:
             block = start // DEPTH
-            words = tl.load(weight + (row * num_words + block)[:, None] * 64 + tl.arange(0, 64)[None, :])
-            if KIND == IS_INT4:
-                weights = weights_of(words, scale, zero, block, row, num_rows, 4, False, HAS_ZERO)
+            words = tl.load(weight + (row * num_words + block)[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
+            if KIND == IS_INT4 or KIND == IS_INT8:
+                bits: tl.constexpr = 4 if KIND == IS_INT4 else 8
+                weights = weights_of(words, scale, zero, block, row, num_rows, bits, False, HAS_ZERO)
                 sums = tl.dot(weights, tl.trans(values.to(weights.dtype)), sums, input_precision="ieee")
             else:
                 weights = tl.reshape(tl.permute(tl.join(*widened(words)), (0, 2, 1)), (COLUMNS, DEPTH))

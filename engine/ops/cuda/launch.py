@@ -5,13 +5,15 @@ Every kernel calls `begin_next` first and, on every path, `wait_for_inputs` befo
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 NEEDED = (9, 0)  # compute capability
@@ -21,6 +23,7 @@ IS_USED = tl.constexpr(CAN_BE and torch.cuda.get_device_capability() >= NEEDED)
 # aligned to 16 bytes. These arguments differ from step to step, and no kernel gains from knowing more about them.
 STEP_SIZES = [
     *("num_rows", "num_tokens", "num_requests", "table_width", "count", "num_numbers", "row_len", "max_logprobs"),
+    "num_blocks",
 ]
 STEP_ARRAYS = [
     *("token_ids", "positions", "query_starts", "context_lens", "block_tables", "rows", "slots", "numbers", "tables"),
@@ -48,6 +51,28 @@ def shared_memory() -> int:
 def kernel(function: Callable) -> Any:
     """Declare a kernel of the Triton language that is compiled once for all sizes of a step."""
     return triton.jit(function, do_not_specialize=STEP_SIZES, do_not_specialize_on_alignment=STEP_ARRAYS)
+
+
+_is_recording = False
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Let `new_indices` return zeros inside the context, in which launches are left out."""
+    global _is_recording
+    _is_recording = True
+    try:
+        yield
+    finally:
+        _is_recording = False
+
+
+def new_indices(like: Tensor, *shape: int) -> Tensor:
+    """Return i32 memory for indices, by which a later kernel finds what it reads. The kernel that fills it may be left
+    out because it is not compiled yet: the indices are zeros then, so that later kernels stay inside of their arrays.
+    """
+    make = like.new_zeros if _is_recording else like.new_empty
+    return make(shape, dtype=torch.int32)
 
 
 @triton.jit

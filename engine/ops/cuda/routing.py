@@ -5,21 +5,20 @@ A slot is a pair of a token and one of its experts, numbered `token * top_k + ra
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, kernel, new_indices, wait_for_inputs
 
-ROW_TILE = 4, 512  # experts and inputs of a program that makes logits of one token
-FEW = 32  # tokens up to which every token has programs of its own
-DOT_TILES = {1024: (16, 16, 128)}  # by the most tokens: tokens, experts and inputs of a program for more
-LARGEST_TILE = 64, 64, 32
+CHUNK, DEPTH = 256, 64  # inputs whose products are added up first, and of them those of a step
+SMALL, LARGE = 64, 1024  # tokens, of which a program has 16, or 32 and one chunk, or 32 and all chunks
 SORTED = 4096  # slots; more are sorted by torch
-QUERIES, CHUNK = 16, 256  # slots of a program that sorts, and those that it compares them with at a time
+QUERIES, COMPARED = 16, 256  # slots of a program that sorts, and those that it compares them with at a time
+NONE_LEFT = tl.constexpr(-(2**31))
 
 
 class Order(NamedTuple):
@@ -29,27 +28,12 @@ class Order(NamedTuple):
     starts: Tensor  # i32 [E + 1]: the first slot of each expert in `slots`
 
 
-def moe_route(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, choice_bias: Tensor | None = None, **attributes: Any
-) -> tuple[Tensor, Tensor]:
-    """Return the experts i32 [T, top_k] of the rows of x [T, H], and their weights f32."""
-    return route(x, weight, bias, choice_bias, is_few=len(x) <= FEW, **attributes)
-
-
-def invariant_moe_route(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, choice_bias: Tensor | None = None, **attributes: Any
-) -> tuple[Tensor, Tensor]:
-    """Route with one order of sums for all numbers of tokens."""
-    return route(x, weight, bias, choice_bias, is_few=False, **attributes)
-
-
-def route(  # noqa: PLR0913 - the attributes of the catalogue
+def moe_route(  # noqa: PLR0913 - the inputs and attributes of the catalogue
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    choice_bias: Tensor | None,
+    bias: Tensor | None = None,
+    choice_bias: Tensor | None = None,
     *,
-    is_few: bool,
     top_k: int,
     scoring: int,
     num_groups: int,
@@ -60,16 +44,21 @@ def route(  # noqa: PLR0913 - the attributes of the catalogue
     minimum: float,
     factor: float,
 ) -> tuple[Tensor, Tensor]:
+    """Return the experts i32 [T, top_k] of the rows of x [T, H], and their weights f32.
+
+    The order of sums is the same for all numbers of tokens.
+    """
     num_rows, num_experts = len(x), len(weight)
-    ids = x.new_empty(num_rows, top_k, dtype=torch.int32)
+    ids = new_indices(x, num_rows, top_k)
     weights = x.new_empty(num_rows, top_k, dtype=torch.float32)
     if num_rows:
-        logits = _logits(x, weight, bias, is_few=is_few)
+        sums = _sums(x, weight)
         _choose[(num_rows,)](
-            logits, logits if choice_bias is None else choice_bias, ids, weights, epsilon, minimum, factor,
+            sums, sums if bias is None else bias, sums if choice_bias is None else choice_bias, ids, weights,
+            num_rows, epsilon, minimum, factor, len(sums),
             num_experts, triton.next_power_of_2(num_experts), top_k, triton.next_power_of_2(top_k), scoring,
             num_groups, triton.next_power_of_2(num_groups), top_groups, group_best, bool(renormalize),
-            choice_bias is not None, num_warps=1, **PDL,
+            bias is not None, choice_bias is not None, num_warps=1, **PDL,
         )  # fmt: skip
     return ids, weights
 
@@ -92,21 +81,16 @@ def add_gated(x: Tensor, y: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_few: bool) -> Tensor:
-    """Return float32 [T, E]."""
+def _sums(x: Tensor, weight: Tensor) -> Tensor:
+    """Return parts of the logits, float32 [parts, T, E]: of a chunk of the inputs each, or of all."""
     (num_rows, width), num_experts = x.shape, len(weight)
-    out = x.new_empty(num_rows, num_experts, dtype=torch.float32)
-    given = x, weight, weight if bias is None else bias, out
-    if is_few:
-        experts, depth = ROW_TILE
-        _row_logits[(num_rows, triton.cdiv(num_experts, experts))](
-            *given, num_experts, width, bias is not None, experts, depth, num_warps=4, **PDL
-        )
-    else:
-        rows, experts, depth = next((tile for most, tile in DOT_TILES.items() if num_rows <= most), LARGEST_TILE)
-        _dot_logits[(triton.cdiv(num_rows, rows), triton.cdiv(num_experts, experts))](
-            *given, num_rows, num_experts, width, bias is not None, rows, experts, depth, num_warps=4, **PDL
-        )
+    parts = triton.cdiv(width, CHUNK) if num_rows <= LARGE else 1
+    rows, experts = 16 if num_rows <= SMALL else 32, 32 if num_rows <= LARGE else 64
+    out = x.new_empty(parts, num_rows, num_experts, dtype=torch.float32)
+    _logits[(triton.cdiv(num_rows, rows), triton.cdiv(num_experts, experts), parts)](
+        x, weight, out, num_rows, num_experts, width, CHUNK if parts > 1 else triton.cdiv(width, CHUNK) * CHUNK,
+        rows, experts, CHUNK, DEPTH, num_warps=4, num_stages=4, **PDL,
+    )  # fmt: skip
     return out
 
 
@@ -116,65 +100,45 @@ def _sorted(ids: Tensor, num_experts: int) -> Order:
         values, slots = ids.sort(stable=True)
         experts = torch.arange(num_experts + 1, device=ids.device, dtype=torch.int32)
         return Order(slots.int(), torch.searchsorted(values, experts, out_int32=True))
-    slots, starts = torch.empty_like(ids), ids.new_empty(num_experts + 1)
+    slots, starts = new_indices(ids, count), new_indices(ids, num_experts + 1)
     num_programs = triton.cdiv(count + num_experts + 1, QUERIES)
-    _sort[(num_programs,)](ids, slots, starts, count, num_experts, QUERIES, CHUNK, num_warps=4, **PDL)
+    _sort[(num_programs,)](ids, slots, starts, count, num_experts, QUERIES, COMPARED, num_warps=4, **PDL)
     return Order(slots, starts)
 
 
 @kernel
-def _row_logits(
-    x, weight, bias, out, num_experts, width, HAS_BIAS: tl.constexpr, EXPERTS: tl.constexpr, DEPTH: tl.constexpr
+def _logits(
+    x, weight, out, num_rows, num_experts, width, length,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the router's logits of one token."""
+    """Compute a part of the router's logits: the products of `length` inputs, which are added up chunk by chunk."""
     begin_next()
-    row = tl.program_id(0).to(tl.int64)
-    n, k = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS), tl.arange(0, DEPTH)
-    at = weight + tl.minimum(n, num_experts - 1)[:, None] * width + k[None, :]
-    ahead = tl.load(at, mask=(k < width)[None, :], other=0)  # a round ahead, the first before the inputs are there
-    wait_for_inputs()
-    sums = tl.zeros([EXPERTS, DEPTH], tl.float32)
-    for start in range(0, width, DEPTH):
-        own = ahead
-        following = start + DEPTH
-        ahead = tl.load(at + following, mask=(following + k < width)[None, :], other=0)
-        values = tl.load(x + row * width + start + k, mask=start + k < width, other=0).to(tl.float32)
-        sums += own.to(tl.float32) * values[None, :]
-    logits = tl.sum(sums, 1)
-    if HAS_BIAS:
-        logits += tl.load(bias + n, mask=n < num_experts, other=0).to(tl.float32)
-    tl.store(out + row * num_experts + n, logits, mask=n < num_experts)
-
-
-@kernel
-def _dot_logits(
-    x, weight, bias, out, num_rows, num_experts, width, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    begin_next()
-    wait_for_inputs()
     m, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
-    k = tl.arange(0, DEPTH)
-    at_row = x + tl.minimum(m, num_rows - 1).to(tl.int64)[:, None] * width + k[None, :]
-    at_expert = weight + tl.minimum(n, num_experts - 1)[:, None] * width + k[None, :]
+    part, k, line = tl.program_id(2), tl.arange(0, DEPTH), tl.arange(0, CHUNK // 32) * 32
+    at_expert = weight + tl.minimum(n, num_experts - 1)[:, None] * width
+    fetch_ahead(at_expert + tl.minimum(part * length + line, width - 1)[None, :])
+    at_row = x + tl.minimum(m, num_rows - 1).to(tl.int64)[:, None] * width
+    wait_for_inputs()
     sums = tl.zeros([ROWS, EXPERTS], tl.float32)
-    for start in range(0, width, DEPTH):
-        is_in = (start + k < width)[None, :]
-        rows = tl.load(at_row + start, mask=is_in, other=0).to(tl.float32)
-        experts = tl.load(at_expert + start, mask=is_in, other=0).to(tl.float32)
-        sums = tl.dot(rows, tl.trans(experts), sums, input_precision="tf32x3")
-    if HAS_BIAS:
-        sums += tl.load(bias + n, mask=n < num_experts, other=0).to(tl.float32)[None, :]
+    for chunk in range(part * length, tl.minimum(part * length + length, width), CHUNK):
+        own = tl.zeros([ROWS, EXPERTS], tl.float32)
+        for start in range(chunk, chunk + CHUNK, DEPTH):
+            is_in = (start + k < width)[None, :]
+            rows = tl.load(at_row + start + k[None, :], mask=is_in, other=0).to(tl.float32)
+            experts = tl.load(at_expert + start + k[None, :], mask=is_in, other=0).to(tl.float32)
+            own = tl.dot(rows, tl.trans(experts), own, input_precision="tf32x3")
+        sums += own
     is_out = (m < num_rows)[:, None] & (n < num_experts)[None, :]
-    tl.store(out + m.to(tl.int64)[:, None] * num_experts + n[None, :], sums, mask=is_out)
+    at = (part * num_rows + m).to(tl.int64)[:, None] * num_experts + n[None, :]
+    tl.store(out + at, sums, mask=is_out)
 
 
 @kernel
 def _choose(
-    logits, choice_bias, ids, weights, epsilon, minimum, factor,
+    sums, bias, choice_bias, ids, weights, num_rows, epsilon, minimum, factor, PARTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, SCORING: tl.constexpr,
     NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    RENORMALIZE: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of one token. EXPERTS, SLOTS, GROUPS: the numbers of them rounded up to powers of two."""
     begin_next()
@@ -182,7 +146,12 @@ def _choose(
     row = tl.program_id(0).to(tl.int64)
     e, j = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
     is_expert = e < NUM_EXPERTS
-    scores = tl.load(logits + row * NUM_EXPERTS + e, mask=is_expert, other=-float("inf"))
+    scores = tl.zeros([EXPERTS], tl.float32)
+    for part in tl.static_range(PARTS):
+        at_part = sums + (part * num_rows + row) * NUM_EXPERTS + e
+        scores += tl.load(at_part, mask=is_expert, other=-float("inf"))
+    if HAS_BIAS:
+        scores += tl.load(bias + e, mask=is_expert, other=0).to(tl.float32)
     if SCORING == 0:
         powers = tl.exp(scores - tl.max(scores, 0))
         scores = powers / tl.sum(powers, 0)
@@ -198,10 +167,10 @@ def _choose(
         )
     chosen = tl.zeros([SLOTS], tl.float32)
     chosen_ids = tl.zeros([SLOTS], tl.int32)
-    is_left = is_expert
+    left = tl.where(is_expert, _ordered(choice), NONE_LEFT)
     for slot in tl.static_range(TOP_K):
-        best = _first_largest(choice, is_left, e, EXPERTS)
-        is_left = is_left & (e != best)
+        best = tl.min(tl.where(left == tl.max(left, 0), e, EXPERTS), 0)
+        left = tl.where(e == best, NONE_LEFT, left)
         chosen_ids = tl.where(j == slot, best, chosen_ids)
         chosen = tl.where(j == slot, tl.sum(tl.where(e == best, scores, 0.0), 0), chosen)
     if SCORING == 2:
@@ -212,6 +181,13 @@ def _choose(
     at = row * TOP_K + j
     tl.store(ids + at, chosen_ids, mask=j < TOP_K)
     tl.store(weights + at, chosen * factor, mask=j < TOP_K)
+
+
+@triton.jit
+def _ordered(values):
+    """Return whole numbers in the order of these, since a warp finds the largest of such with one instruction."""
+    bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -248,7 +224,7 @@ def _of_best_groups(
 
 
 @kernel
-def _sort(ids, slots, starts, count, num_experts, QUERIES: tl.constexpr, CHUNK: tl.constexpr):
+def _sort(ids, slots, starts, count, num_experts, QUERIES: tl.constexpr, COMPARED: tl.constexpr):
     """Count, for each slot or expert of this program, the slots that come before it."""
     begin_next()
     wait_for_inputs()
@@ -257,8 +233,8 @@ def _sort(ids, slots, starts, count, num_experts, QUERIES: tl.constexpr, CHUNK: 
     own = tl.load(ids + query, mask=is_slot, other=0)
     value = tl.where(is_slot, own, expert)
     place = tl.zeros([QUERIES], tl.int32)
-    for start in range(0, count, CHUNK):
-        other = start + tl.arange(0, CHUNK)
+    for start in range(0, count, COMPARED):
+        other = start + tl.arange(0, COMPARED)
         others = tl.load(ids + other, mask=other < count, other=2147483647)[None, :]
         is_equal = (others == value[:, None]) & (other[None, :] < query[:, None]) & is_slot[:, None]
         place += tl.sum(((others < value[:, None]) | is_equal).to(tl.int32), 1)

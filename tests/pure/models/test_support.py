@@ -67,7 +67,7 @@ def test_families_that_ran_on_a_gpu_are_in_the_gpu_tests():
     assert 'parametrize("family", FAMILIES)' in (ROOT / "tests/cuda/test_executor.py").read_text()
     assert "params=ON_GPUS" in (ROOT / "tests/cuda/test_families.py").read_text()
     refused = {each.model_type for each in support.FAMILIES if each.devices[2] == REFUSED}
-    assert ran == (model_types(checkpoints.FAMILIES) | model_types(family_checkpoints.FAMILIES)) - refused
+    assert ran == (model_types(checkpoints.FAMILIES) | model_types(family_checkpoints.ALL)) - refused
 
 
 def test_families_on_several_gpus_are_those_whose_ranks_the_gpu_tests_run():
