@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from engine.core.adapters import Adapters
 from engine.core.beam_driver import BeamDriver
 from engine.core.block_pool import BlockPool
+from engine.core.draft_counts import DraftCounts
 from engine.core.grammar import CompilationQueue, Grammars
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.scheduler import Scheduler
@@ -157,7 +158,8 @@ class EngineLoop:
         return refused
 
     def stats(self) -> dict[str, float]:
-        """Return the fields of `Stats`. May be called while another thread is in `step`."""
+        """Return the fields of `Stats`, and the counts of drafts by position. May be called while another thread is in
+        `step`."""
         scheduler, (num_tokens, began) = self.scheduler, self._running
         stats = Stats(
             **asdict(scheduler.counters),
@@ -175,7 +177,8 @@ class EngineLoop:
             step_age_s=time.monotonic() - began if self._steps else 0.0,
             step_limit_s=STEP_MARGIN * num_tokens * self._slowest_token_s,
         )
-        return asdict(stats)
+        counts: DraftCounts | None = getattr(self.executor, "draft_counts", None)
+        return asdict(stats) | (counts.stats() if counts else {})
 
     def _launch(self) -> bool:
         self.scheduler.now, self.scheduler.max_drafts = time.time(), self.executor.max_drafts

@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
+from engine.core.draft_counts import DraftCounts
 from engine.core.types import PENDING, Batch, Executor, Row, Step, StepOutput
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot, Drafts
@@ -102,6 +104,7 @@ class DraftingExecutor:
         self.max_prompt_logits = executor.max_prompt_logits
         self._executor = executor
         self._source, self._policy = source, policy
+        self.draft_counts = DraftCounts(source.method)
         self._slots: dict[int, DraftedSlot] = {}
         self._error: BaseException | None = None  # the error of the step that failed
         # If the other executor computes in a thread, drafts are made there as well, beside the same threads of the ops.
@@ -192,7 +195,7 @@ class DraftingExecutor:
         if self._policy:
             step_s, draft_s = time.perf_counter() - launched, launched - began - self._source.invested_s
             self._source.learn(self._policy.learn(filled.rows, output, step_s, draft_s), step_s)
-        self._append(filled.rows, output)
+        self._append(filled.rows, output, drafts)
         return output._replace(num_drafts=sum(map(len, drafts.values())))
 
     def _output(self, filled: Batch, step: DraftingStep) -> StepOutput:
@@ -219,9 +222,14 @@ class DraftingExecutor:
             rows[index] = row._replace(token_ids=[*row.token_ids, *drafts], num_sampled=row.num_sampled + len(drafts))
         return batch._replace(rows=[row._replace(max_drafts=0) for row in rows], max_drafts=0), added
 
-    def _append(self, rows: Sequence[Row], output: StepOutput) -> None:
-        """Add the tokens of a step to those of its slots."""
+    def _append(
+        self, rows: Sequence[Row], output: StepOutput, drafts: Mapping[int, Sequence[int]] = MappingProxyType({})
+    ) -> None:
+        """Add the tokens of a step to those of its slots, and count the drafts of each slot and those accepted."""
         sampled = iter(output.token_ids)
         for row in rows:
             for slot in (row.slot, *row.forks) if row.num_sampled else ():
-                self._slots[slot].token_ids += next(sampled)
+                token_ids = next(sampled)
+                self._slots[slot].token_ids += token_ids
+                if slot in drafts:
+                    self.draft_counts.count(len(drafts[slot]), len(token_ids) - 1)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engine.core.draft_counts import ACCEPTED, DRAFTED, labels_of
 from engine.errors import KINDS
 from engine.serving.latency import BUCKETS_S, Histogram
 from engine.serving.vllm_metrics import by_vllm_names
@@ -59,6 +60,11 @@ ENGINE_FAMILIES = (
     ("llm_drafted_tokens_total", COUNTER, "Tokens tried ahead of the model", "num_drafted_tokens"),
     ("llm_accepted_tokens_total", COUNTER, "Of these, the model's own", "num_accepted_tokens"),
 )
+# family, description, statistic of `DraftCounts`
+DRAFT_FAMILIES = (
+    ("llm_drafted_tokens_by_position_total", "Tokens tried ahead, by method and position", DRAFTED),
+    ("llm_accepted_tokens_by_position_total", "Of these, the model's own", ACCEPTED),
+)
 # family, kind, description, attribute of OwnerUsage
 KEY_FAMILIES = (
     ("llm_key_requests_open", GAUGE, "Requests accepted and not ended, by key", "num_open"),
@@ -82,6 +88,10 @@ def _samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
     stats = service.client.stats
     for family, kind, doc, name in ENGINE_FAMILIES:
         yield Sample(family, kind, doc, (), stats.get(name, 0))
+    for family, doc, prefix in DRAFT_FAMILIES:
+        for name in stats:
+            if name.startswith(f"{prefix}/"):
+                yield Sample(family, COUNTER, doc, labels_of(name), stats[name])
     yield Sample("llm_requests_open", GAUGE, "Requests accepted and not ended", (), service.num_open)
     yield Sample(
         "llm_engine_restarts_total", COUNTER, "Engine processes after the first", (), service.client.num_restarts

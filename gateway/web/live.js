@@ -20,6 +20,7 @@ export function showStatus(status) {
   before = { now, numbers };
   if ($("live").hidden) return;
   const { llm_kv_blocks: blocks, llm_kv_blocks_held: held } = numbers;
+  const right = numbers.llm_accepted_tokens_total / numbers.llm_drafted_tokens_total;
   const found = numbers.llm_cached_prompt_tokens_total / numbers.llm_prompt_tokens_total;
   $("numbers").replaceChildren(
     ...number("Running", numbers.llm_requests_running, "requests in the batch"),
@@ -28,6 +29,7 @@ export function showStatus(status) {
     ...number("Generated", short(generated), "tokens/s"),
     ...number("Prompts", short(prompts), "tokens/s"),
     ...number("Prefix cache", Number.isFinite(found) ? `${(found * 100).toFixed(0)} %` : "–", "of prompt tokens found", found),
+    ...(Number.isFinite(right) ? number("Drafts", `${(right * 100).toFixed(0)} %`, "of drafted tokens accepted", right) : []),
   );
   $("graph").replaceChildren(graph(now));
   latency(status.last_requests);

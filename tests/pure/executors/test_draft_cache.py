@@ -50,8 +50,9 @@ def test_a_prefix_hit_begins_where_the_draft_model_had_stopped(cache):
 
 def test_a_block_of_another_request_is_empty(cache):
     cache.advance(0, 10)
-    arrive(cache, 1, [5, 7, 6], start=4)
-    assert cache.start(1, TOKENS) == 4
+    arrive(cache, 1, [5, 7, 3], start=4)  # which the draft model does not compute
+    arrive(cache, 2, [5, 7, 4], start=8)
+    assert cache.start(2, TOKENS) == 4
 
 
 def test_a_copied_block_keeps_what_is_computed_of_it(cache):

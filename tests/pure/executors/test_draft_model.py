@@ -15,6 +15,7 @@ from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 from tests.checkpoints import make_checkpoint
+from tests.pure.core.test_beams import a_search
 
 BLOCK_SIZE = 16
 BASE = Config(max_dec_len=64, batch_size=8, max_num_batched_tokens=48, block_bs=4, cpu_threads=1, device="cpu")
@@ -36,7 +37,7 @@ def samplings():
 
 def run(executor, config, num_blocks, times=1):
     """Return the answers of the last of `times` rounds, with the bits of their log-probabilities, and the loop. Two of
-    the requests have forks."""
+    the requests have forks, and one is a beam search."""
     loop = EngineLoop(executor, num_blocks, config)
     for _ in range(times):
         answers = {}
@@ -48,6 +49,7 @@ def run(executor, config, num_blocks, times=1):
                     Request(f"{index}-{n}", list(prompt), len(prompt), replace(sampling, seed=n)) for n in (1, 2)
                 ]
             loop.add(request)
+        loop.add(a_search("search", STEM, 3))
         while not loop.is_idle:
             for update in loop.step():
                 answer = answers.setdefault(update.request.request_id, [])

@@ -77,6 +77,9 @@ def test_steps_are_launched_before_the_tokens_of_those_before_are_known():
         (4, [14, 15, 16, 0], 4, 0),
     ]
     assert (third.drafts(), third.result().num_drafts) == ({0: [15, 16, 0]}, 3)
+    counts = executor.draft_counts.stats()
+    assert [counts[f"num_drafted_tokens/ngram/{position}"] for position in (1, 2, 3)] == [2, 2, 2]
+    assert [counts[f"num_accepted_tokens/ngram/{position}"] for position in (1, 2, 3)] == [2, 2, 0]
     executor.close()
     assert blocked.is_closed
 

@@ -138,13 +138,15 @@ def alone(mixed, exported):
         pytest.param({}, 400, id="together"),
         pytest.param({"batch_size": 7, "max_num_batched_tokens": 17}, 400, id="small chunks"),
         pytest.param({"block_ratio": 0.9, "speculate_method": "ngram"}, 16, id="tiny pool, with drafts"),
+        pytest.param({"speculate_method": "draft"}, 400, id="with a draft model"),
         pytest.param({"max_loras": 2, "batch_size": 2}, 400, id="as many as fit"),
     ],
 )
 def test_no_bit_of_an_answer_depends_on_the_adapters_of_others(exported, mixed, alone, settings, num_blocks):
     """Nor on what the cache has from the time before."""
-    config = replace(BASE, block_bs=4, **HAS_SOME, **settings)
-    executor = an_executor(exported("qwen2", block_size=BLOCK_SIZE), config, num_blocks)
+    graph_dir = exported("qwen2", block_size=BLOCK_SIZE)
+    config = replace(BASE, block_bs=4, **HAS_SOME, **settings, speculate_model_path=str(graph_dir))
+    executor = an_executor(graph_dir, config, num_blocks)
     answers, loop = run(executor, config, mixed, 2, num_blocks)
     assert answers == alone
     stats = loop.stats()

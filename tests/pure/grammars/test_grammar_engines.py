@@ -69,12 +69,18 @@ def answers_of(graph_dir, **settings):
         grammars.close()
 
 
-def test_ranks_and_drafts_change_no_token_of_structured_output(exported):
+def test_ranks_and_drafts_change_no_token_of_structured_output(exported, monkeypatch):
     one, stats = answers_of(exported("qwen2", block_size=16))
     assert stats["num_accepted_tokens"] > 0
     for seed in range(6):
         jsonschema.validate(json.loads(bytes(one[str(seed)][:-1])), SCHEMA)
     assert answers_of(exported("qwen2", block_size=16), speculate_method="ngram")[0] == one
+    draft = {"speculate_method": "draft", "speculate_model_path": str(exported("qwen2", block_size=16))}
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.executors.DraftPolicy", lambda: None)  # everything is drafted, whatever it costs
+        answers, stats = answers_of(exported("qwen2", block_size=16), **draft)
+    assert answers == one
+    assert stats["num_accepted_tokens/draft/1"] > 0
     two = exported("qwen2", block_size=16, num_ranks=2)
     assert answers_of(two, mp_num=2, cpu_threads=1)[0] == one
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from engine import wire
+from engine.core.draft_counts import DraftCounts
 from engine.errors import RequestError
 from engine.ops.catalogue import EXPORTED, OPS, STATE_OPS, documentation
 from engine.ops.catalogue_latent import LATENT_OPS
@@ -246,7 +247,9 @@ def test_every_field_of_openai_that_is_passed_on_or_refused_is_named():
 
 def families(vllm_model_name=""):
     """(name, type, label names) of all that the server tells; a histogram's three counters are one."""
-    client = SimpleNamespace(stats={}, num_restarts=0)
+    counts = DraftCounts("ngram")
+    counts.count(1, 1)
+    client = SimpleNamespace(stats=counts.stats(), num_restarts=0)
     service = SimpleNamespace(
         client=client,
         num_open=0,
