@@ -14,7 +14,16 @@ from paddle.base.proto import framework_pb2
 from safetensors.numpy import load_file
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
-HEADS = {"llama": "llama_lm_head_0.w_0", "qwen2": "qwen2lm_head_0.w_0"}
+HEADS = {
+    "llama": "llama_lm_head_0.w_0",
+    "qwen2": "qwen2lm_head_0.w_0",
+    "mixtral": "mixtral_lm_head_0.w_0",
+    "qwen2_moe": "qwen2_moe_lm_head_0.w_0",
+}
+EXPERTS = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3"), "w2"),
+    "qwen2_moe": ("mlp", ("gate_proj", "up_proj"), "down_proj"),
+}
 TYPES = {"float32": 5, "float16": 4, "bfloat16": 22, "int8": 21}
 Tensors = dict[str, np.ndarray]
 
@@ -34,7 +43,7 @@ def make_export(checkpoint: Path, out: Path, num_ranks: int = 1, quant: str | No
         "quantization_config": {"quant_type": quant},  # not the hub's
         "tensor_parallel_degree": num_ranks,
     }
-    del config["tie_word_embeddings"]  # as its default
+    config.pop("tie_word_embeddings", None)  # as its default
     (out / "config.json").write_text(json.dumps(config | added))
     tensors = load_file(checkpoint / "model.safetensors")
     for rank in range(num_ranks):
@@ -43,10 +52,11 @@ def make_export(checkpoint: Path, out: Path, num_ranks: int = 1, quant: str | No
             cut = _Rank(config, tensors, f"model.layers.{layer}.", rank, num_ranks)
             prefix = f"fuse{config['model_type']}.{layer}."
             for leaf, array in cut.parameters().items():
-                is_matrix = array.ndim == 2 and quant
-                made = (
-                    _quantized(leaf, array, quant, how.get("arch", 80)) if is_matrix else {leaf: _tensor(array, dtype)}
-                )
+                is_router = leaf in ("gate_weight", "shared_expert_gate_weight")
+                if array.ndim > 1 and quant and not is_router:
+                    made = _quantized(leaf, array, quant, how.get("arch", 80))
+                else:
+                    made = {leaf: _tensor(array, "float32" if leaf == "gate_weight" else dtype)}
                 params |= {prefix + name: tensor for name, tensor in made.items()}
             if static_cache:
                 scales = [f"{prefix}cache_{which}_scale" for which in ("k", "v", "k_out", "v_out")]
@@ -60,6 +70,7 @@ class _Rank:
 
     def __init__(self, config: dict, tensors: Tensors, prefix: str, rank: int, num_ranks: int):  # noqa: PLR0913
         self._tensors, self._prefix, self._rank, self._num_ranks = tensors, prefix, rank, num_ranks
+        self._model_type = config["model_type"]
         self.kv_heads = config["num_key_value_heads"]
 
     def parameters(self) -> Tensors:
@@ -69,12 +80,31 @@ class _Rank:
             "ffn_ln_scale": self._tensors[f"{self._prefix}post_attention_layernorm.weight"],
             "qkv_weight": np.concatenate([self._share(name, 0) for name in qkv]),
             "out_proj_weight": self._share("self_attn.o_proj", 1).T,
-            "ffn1_weight": np.concatenate([self._share(f"mlp.{name}_proj", 0) for name in ("gate", "up")]).T,
-            "ffn2_weight": self._share("mlp.down_proj", 1).T,
         }
+        made |= self._mixture() if self._has_experts() else self._mlp("mlp")
         if f"{self._prefix}{qkv[0]}.bias" in self._tensors:
             made["qkv_bias"] = np.concatenate([self._share(name, 0, "bias") for name in qkv])
         return made
+
+    def _has_experts(self) -> bool:
+        return any(name.startswith(self._prefix) and ".experts." in name for name in self._tensors)
+
+    def _mlp(self, block: str, leaf: str = "") -> Tensors:
+        gate_up, down = EXPERTS.get(self._model_type, EXPERTS["qwen2_moe"])[1:]
+        return {
+            f"{leaf}ffn1_weight": np.concatenate([self._share(f"{block}.{name}", 0) for name in gate_up]).T,
+            f"{leaf}ffn2_weight": self._share(f"{block}.{down}", 1).T,
+        }
+
+    def _mixture(self) -> Tensors:
+        block = EXPERTS[self._model_type][0]
+        router = self._tensors[f"{self._prefix}{block}.gate.weight"]
+        experts = [self._mlp(f"{block}.experts.{expert}") for expert in range(len(router))]
+        made = {name: np.stack([expert[name] for expert in experts]) for name in experts[0]}
+        if self._model_type == "qwen2_moe":
+            gate = self._tensors[f"{self._prefix}{block}.shared_expert_gate.weight"]
+            made |= self._mlp(f"{block}.shared_expert", "shared_expert_") | {"shared_expert_gate_weight": gate.T}
+        return made | {"gate_weight": router.T}
 
     def _share(self, name: str, axis: int, end: str = "weight") -> np.ndarray:
         return np.split(self._tensors[f"{self._prefix}{name}.{end}"], self._num_ranks, axis)[self._rank]
@@ -98,7 +128,12 @@ def _tensor(array: np.ndarray, dtype: str) -> paddle.Tensor:
 
 
 def _quantized(leaf: str, array: np.ndarray, quant: str, arch: int) -> dict[str, paddle.Tensor]:
-    """PaddleNLP turns qkv_weight round first, so that all are [K, N]."""
+    """PaddleNLP turns qkv_weight round first, so that all are [K, N]. The bytes of an expert have a shape of their own:
+    [K, N] with 8 bits, [K, N / 2] with 4."""
+    if array.ndim == 3:
+        made = [_quantized(leaf, each, quant, arch) for each in array]
+        codes, scales = (paddle.stack([each[name] for each in made]) for name in (leaf, f"{leaf}_scale"))
+        return {leaf: codes.reshape([len(array), array.shape[1], -1]), f"{leaf}_scale": scales}
     matrix = _tensor(array.T if leaf == "qkv_weight" else array, "float16")
     codes, scale = paddle.nn.quant.weight_quantize(matrix, algo=quant, arch=arch)
     return {leaf: codes, f"{leaf}_scale": scale}

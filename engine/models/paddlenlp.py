@@ -1,14 +1,15 @@
 """Reads a static graph that PaddleNLP has exported as if it were the checkpoint that it was exported from.
 
-The programs are not run: a new graph is exported, and they only give the names of parameters. Supported are dense Llama
-and Qwen2 in bf16, fp16, weight_only_int8 and weight_only_int4, of one or several ranks; paddlenlp_kinds.py refuses
-others. The scales of a static int8 KV cache are not used, since our cache has a scale for each key and value.
+The programs are not run: a new graph is exported, and they only give the names of parameters. Supported are Llama,
+Qwen2, Mixtral and Qwen2-MoE in bf16, fp16, weight_only_int8 and weight_only_int4, of one or several ranks;
+paddlenlp_kinds.py refuses others. The scales of a static int8 KV cache are not used, since our cache has a scale for
+each key and value.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ import numpy as np
 from engine.models.checkpoint import Checkpoint
 from engine.models.coded import KEY, Quantization
 from engine.models.compressed_tensors import as_stored
+from engine.models.families import read_model
 from engine.models.keys import ModelError, read_json, whole_number
-from engine.models.paddlenlp_kinds import FROM_CHECKPOINT, kind_of, refuse
+from engine.models.mixture_config import MixtureConfig
+from engine.models.paddlenlp_kinds import FROM_CHECKPOINT, MIXTURES, MODEL_TYPES, kind_of, refuse
 from engine.models.stored import Joined, Stored
 from engine.paddle_files import PaddleFileError, read_params, read_program
 
-KINDS = "Llama or Qwen2 in bf16, fp16, weight_only_int8 or weight_only_int4"
+KINDS = "Llama, Qwen2, Mixtral or Qwen2-MoE in bf16, fp16, weight_only_int8 or weight_only_int4"
 OLDEST_ARCH = 75  # of a GPU; from it on, quantized matrices have the same layout on all GPUs
-OF_LAYER = re.compile(r"fuse(llama|qwen2)\.(\d+)\.(\w+?)(_weight|_weight_scale|_bias|)")
+OF_LAYER = re.compile(rf"fuse({'|'.join(MODEL_TYPES)})\.(\d+)\.(\w+?)(_weight|_weight_scale|_bias|)")
 NOT_NEEDED = re.compile(r"fuse\w+\.\d+\.cache_[kv](_out)?_scale")
-LAYER = {  # the checkpoint's tensors in each, and the axis of a matrix [N, K] that is divided among ranks
+Leaves = Mapping[str, tuple[tuple[str, ...], int | None]]
+LAYER: Leaves = {  # the checkpoint's tensors in each, and the axis of a matrix [N, K] that is divided among ranks
     "ln_scale": (("input_layernorm",), None),
     "ffn_ln_scale": (("post_attention_layernorm",), None),
     "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), 0),
@@ -127,17 +131,18 @@ def read_export(directory: Path) -> tuple[dict[str, Any], Checkpoint]:
     if any(rank.keys() != ranks[0].keys() for rank in ranks):
         raise ModelError(f"{directory}: its ranks have different parameters")
     tensors: dict[str, Stored] = {}
+    plain = {key: value for key, value in keys.items() if key != KEY}
+    mixture = read_model(plain).mixture if keys["model_type"] in MIXTURES else None
     for name in ranks[0]:
         try:
-            found = _as_in_checkpoint(name, ranks, keys)
+            found = _as_in_checkpoint(name, ranks, keys, mixture)
             if twice := found.keys() & tensors.keys():
                 raise ModelError(f"it is a second {twice.pop()}")
             tensors |= found
         except ModelError as error:
             raise ModelError(f"{directory}: parameter {name}: {error}") from None
-    keys = {key: value for key, value in keys.items() if key != KEY}
-    keys["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    return keys, Checkpoint(tensors, _quantization(directory, tensors))
+    plain["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    return plain, Checkpoint(tensors, _quantization(directory, tensors))
 
 
 def _read_rank(path: Path) -> dict[str, np.ndarray]:
@@ -158,7 +163,9 @@ def _read_rank(path: Path) -> dict[str, np.ndarray]:
     return read_params(path, program.parameters)
 
 
-def _as_in_checkpoint(name: str, ranks: list[dict[str, np.ndarray]], keys: Mapping[str, Any]) -> dict[str, Stored]:
+def _as_in_checkpoint(
+    name: str, ranks: list[dict[str, np.ndarray]], keys: Mapping[str, Any], mixture: MixtureConfig | None
+) -> dict[str, Stored]:
     """Return the checkpoint tensors that a parameter holds.
 
     Names of parameters outside of layers contain varying numbers.
@@ -174,32 +181,58 @@ def _as_in_checkpoint(name: str, ranks: list[dict[str, np.ndarray]], keys: Mappi
         shared = tables if len(tables[0]) < whole_number(keys, "vocab_size") else tables[:1]
         return {"lm_head.weight" if is_head else "model.embed_tokens.weight": Joined(tuple(shared))}
     found = OF_LAYER.fullmatch(name)
-    if not found or found[3] not in LAYER:
+    leaves = {**LAYER, **(_of_mixture(mixture) if mixture else {})}
+    if not found or found[3] not in leaves:
         raise ModelError(f"it is not one of those of a {KINDS}")
-    layer, leaf, end = found[2], found[3], found[4].lstrip("_") or "weight"
+    prefix, leaf, end = f"model.layers.{found[2]}.", found[3], found[4].lstrip("_") or "weight"
+    if mixture and arrays[0].ndim == (2 if end == "weight_scale" else 3):
+        columns = mixture.intermediate_size // len(ranks) if leaf == "ffn2" else whole_number(keys, "hidden_size")
+        made: dict[str, Stored] = {}
+        for expert in range(mixture.num_experts):
+            names, axis = _of_expert(mixture, expert)[leaf]
+            assert axis is not None, "ranks share every matrix of an expert"
+            matrices = [_expert_matrix(name, rank, expert, columns) for rank in ranks]
+            made |= _parts([f"{prefix}{each}.{end}" for each in names], axis, (1,) * len(names), matrices)
+        return made
+    names, axis = leaves[leaf]
     matrices = [rank[name][:, None] if end == "weight_scale" else _matrix(name, rank, leaf) for rank in ranks]
-    return dict(_of_layer(f"model.layers.{layer}.", leaf, end, matrices, keys))
-
-
-def _of_layer(
-    prefix: str, leaf: str, end: str, matrices: list[Any], keys: Mapping[str, Any]
-) -> Iterator[tuple[str, Stored]]:
-    names, axis = LAYER[leaf]
     if axis is None:
-        yield f"{prefix}{names[0]}.{end}", Joined((matrices[0],))
-        return
+        return {f"{prefix}{names[0]}.{end}": Joined((matrices[0],))}
     heads = whole_number(keys, "num_attention_heads")
     kv_heads = whole_number(keys, "num_key_value_heads", heads)
     shares = (heads, kv_heads, kv_heads) if leaf == "qkv" else (1,) * len(names)
+    return _parts([f"{prefix}{each}.{end}" for each in names], axis, shares, matrices)
+
+
+def _of_mixture(mixture: MixtureConfig) -> Leaves:
+    """Return the parameters of a layer with a mixture of experts that are not stacks of its experts."""
+    gate, up, down = (f"{mixture.block}.{mixture.shared}.{name}" for name in mixture.projections)
+    shared: Leaves = {
+        "shared_expert_ffn1": ((gate, up), 0),
+        "shared_expert_ffn2": ((down,), 1),
+        "shared_expert_gate": ((f"{mixture.block}.{mixture.shared_gate}",), None),
+    }
+    return {"gate": ((f"{mixture.block}.{mixture.router}",), None), **(shared if mixture.shared else {})}
+
+
+def _of_expert(mixture: MixtureConfig, expert: int) -> Leaves:
+    gate, up, down = (f"{mixture.block}.experts.{expert}.{name}" for name in mixture.projections)
+    return {"ffn1": ((gate, up), 0), "ffn2": ((down,), 1)}
+
+
+def _parts(names: Sequence[str], axis: int, shares: Sequence[int], matrices: list[Any]) -> dict[str, Stored]:
+    """Return the tensors `names` whose rows are one after another in the matrix of each rank."""
+    made: dict[str, Stored] = {}
     each, rest = divmod(matrices[0].shape[0], sum(shares))
     if rest:
-        raise ModelError(f"{matrices[0].shape[0]} rows cannot be {len(names)} matrices in the ratio of {shares}")
+        raise ModelError(f"{matrices[0].shape[0]} rows cannot be {len(names)} matrices in the ratio of {tuple(shares)}")
     start = 0
     for name, share in zip(names, shares, strict=True):
         stop = start + share * each
         of_ranks = tuple(m.rows(start, stop) if isinstance(m, PaddlePacked) else m[start:stop] for m in matrices)
-        yield f"{prefix}{name}.{end}", Joined(of_ranks, axis)
+        made[name] = Joined(of_ranks, axis)
         start = stop
+    return made
 
 
 def _matrix(name: str, params: Params, leaf: str) -> Any:
@@ -209,14 +242,30 @@ def _matrix(name: str, params: Params, leaf: str) -> Any:
         return array
     if array.dtype != np.int8:
         return array if leaf == "qkv" else array.T
-    scale = params.get(f"{name}_scale")
-    if scale is None:
+    return _packed(array, _scale(name, params), array.shape[1])
+
+
+def _expert_matrix(name: str, params: Params, expert: int, columns: int) -> Any:
+    """Return the matrix [N, K = `columns`] of one expert, or its scales [N, 1]."""
+    array = params[name][expert]
+    if name.endswith("_scale"):
+        return array[:, None]
+    return array.T if array.dtype != np.int8 else _packed(array, _scale(name, params)[expert], columns)
+
+
+def _scale(name: str, params: Params) -> np.ndarray:
+    if (scale := params.get(f"{name}_scale")) is None:
         raise ModelError(f"it has 8-bit numbers without scales, which is not how a {KINDS} is stored")
-    bits = 8 if len(scale) == len(array) else 4
-    rows, columns = shape = (len(array) * 8 // bits, array.shape[1])
-    if scale.shape != (rows,) or columns % TILE or rows % (16 // bits):
+    return scale
+
+
+def _packed(array: np.ndarray, scale: np.ndarray, columns: int) -> PaddlePacked:
+    """Return the bytes of `array` as a matrix with a row of so many columns for each scale."""
+    rows, bits = len(scale), array.size * 8 // max(1, len(scale) * columns)
+    fits = scale.ndim == 1 and bits in PLACES and rows * columns * bits == array.size * 8
+    if not fits or columns % TILE or rows % (16 // bits):
         raise ModelError(f"{array.shape} of bytes and {scale.shape} of scales are no matrix of 8 or 4 bits by channel")
-    return PaddlePacked(np.ascontiguousarray(array).view(np.uint8).reshape(-1), bits, shape)
+    return PaddlePacked(np.ascontiguousarray(array).view(np.uint8).reshape(-1), bits, (rows, columns))
 
 
 def _quantization(directory: Path, tensors: Mapping[str, Stored]) -> tuple[Quantization, ...]:

@@ -9,7 +9,8 @@ from typing import Any
 from engine.models.families import FAMILIES
 from engine.models.keys import ModelError
 
-MODEL_TYPES = ("llama", "qwen2")
+MIXTURES = ("mixtral", "qwen2_moe")
+MODEL_TYPES = ("llama", "qwen2", *MIXTURES)
 QUANT_TYPES = (None, "", "none", "weight_only_int8", "weight_only_int4")
 OF_LAYER = re.compile(r"fuse([a-z0-9_]+)\.\d+\.(\w+)")
 # Names of parameters that identify a kind of quantization
@@ -29,15 +30,16 @@ def kind_of(parameters: Iterable[str]) -> tuple[str | None, str | None]:
 
 def refuse(export: Any, model_type: Any, quant_type: Any) -> None:
     """Raise ModelError unless exports of this kind are supported. `export` names the export in the message."""
+    if str(model_type).endswith("_mtp"):
+        raise ModelError(f"{export} is a PaddleNLP export of a draft model: serve the model that it drafts for")
     if model_type not in [*FAMILIES]:  # config.json may have a value of any type
         known = ", ".join(FAMILIES)
-        instead = "; of DeepSeek-R1 the distilled models are" if str(model_type).startswith("deepseek") else ""
         raise ModelError(
             f"{export} is a PaddleNLP export of {model_type!r}, a family that is not supported: serve a model of one"
-            f" that is, {known}{instead}"
+            f" that is, {known}"
         )
     if model_type not in MODEL_TYPES:
-        known = " and ".join(MODEL_TYPES)
+        known = ", ".join(MODEL_TYPES)
         raise ModelError(
             f"{export} is a PaddleNLP export of {model_type!r}, only those of {known} are read: {FROM_CHECKPOINT}"
         )

@@ -18,9 +18,11 @@ from engine.models.paddlenlp import PaddlePacked
 from engine.ops.reference import int4_values
 from server_scripts import model_source
 from tests.checkpoints import make_checkpoint
+from tests.family_checkpoints import make_checkpoint as make_family
 from tests.paddlenlp_exports import SIZES, make_export
 
 INT8, INT4 = "weight_only_int8", "weight_only_int4"
+MIXED = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,10 @@ def checkpoints(tmp_path_factory):
         "llama": make_checkpoint(folder / "llama", "llama", num_hidden_layers=11, torch_dtype="float16"),
         "qwen2": make_checkpoint(folder / "qwen2", "qwen2", **SIZES, torch_dtype="float16"),
         "odd": make_checkpoint(folder / "odd", "qwen2_untied", **SIZES, vocab_size=321, torch_dtype="bfloat16"),
+        "mixtral": make_family(folder / "mixtral", "mixtral", **MIXED),
+        "qwen2_moe": make_family(
+            folder / "qwen2_moe", "qwen2_moe", **MIXED, moe_intermediate_size=128, shared_expert_intermediate_size=256
+        ),
     }
 
 
@@ -59,6 +65,8 @@ def numbers_of(params, name):
         ("llama", 1, 1, {}),  # its layer 10 comes before its layer 2
         ("qwen2", 2, 1, {"suffix": ".pdmodel"}),
         ("odd", 2, 4, {"dtype": "bfloat16"}),  # a vocabulary that ranks cannot share
+        ("mixtral", 2, 1, {"dtype": "float32"}),
+        ("qwen2_moe", 1, 2, {"dtype": "float32"}),
     ],
 )
 def test_every_number_of_the_checkpoint_is_found_again(family, theirs, ours, how, checkpoints, tmp_path):  # noqa: PLR0913
@@ -104,6 +112,19 @@ def test_codes_are_those_that_paddle_made(quant, theirs, ours, how, checkpoints,
                 np.testing.assert_allclose(largest, np.abs(wanted[name]).max(axis=1, keepdims=True), rtol=0.01)
 
 
+@pytest.mark.parametrize(("family", "quant", "theirs"), [("mixtral", INT4, 2), ("qwen2_moe", INT8, 1)])
+def test_codes_of_experts_are_those_that_paddle_made(family, quant, theirs, checkpoints, tmp_path):
+    exported = make_export(checkpoints[family], tmp_path / "theirs", theirs, quant)
+    graph = graph_of(exported, tmp_path / "found", num_ranks=theirs)
+    plain = graph_of(checkpoints[family], tmp_path / "wanted", num_ranks=theirs, dtype="float32")
+    for of_rank, wanted in zip(params_of(graph, theirs), params_of(plain, theirs), strict=True):
+        names = [name for name in wanted if name.startswith("layers.1.experts.") or "shared_expert" in name]
+        assert len(names) > 1
+        for name in names:
+            step = np.abs(wanted[name]).max(axis=1, keepdims=True) / (127 if quant == INT8 else 7)
+            assert (np.abs(numbers_of(of_rank, name) - wanted[name]) <= 0.56 * step).all(), name
+
+
 def test_the_cache_has_what_start_server_asks_for_and_makes_it_once(checkpoints, tmp_path, monkeypatch):
     exported = make_export(checkpoints["qwen2"], tmp_path / "theirs", static_cache=True)
     graph = model_source.export(exported, tmp_path / "cache")
@@ -146,11 +167,12 @@ def in_programs(old, new, ranks=(0, 1)):
             set_keys(model_type="bloom"),
             "export of 'bloom', a family that is not supported: serve a model of one that is, llama, mistral",
         ),
+        (set_keys(model_type="deepseek_v3_mtp"), "of a draft model: serve the model that it drafts for"),
         (set_keys(model_type=["llama"]), r"export of \['llama'\], a family that is not supported"),
-        (set_keys(model_type="deepseek_v4"), "export of 'deepseek_v4', .*; of DeepSeek-R1 the distilled models are"),
+        (set_keys(model_type="deepseek_v4"), "export of 'deepseek_v4', a family that is not supported"),
         (
             set_keys(model_type="mistral"),
-            "only those of llama and qwen2 are read: start the server with the checkpoint that it was exported from$",
+            "only those of llama, qwen2, mixtral, qwen2_moe are read: start the server with the checkpoint that",
         ),
         (
             set_keys(quant_type="a8w8"),
@@ -160,7 +182,7 @@ def in_programs(old, new, ranks=(0, 1)):
         (set_keys(quant_type="a8w8_fp8"), "and QUANT_TYPE=a8w8_fp8$"),
         (set_keys(quant_type=["int8"]), r"quant_type \['int8'\], read are none"),
         # what config.json does not say, the names of the parameters do
-        (in_programs("fuseqwen2.", "fusemixtral."), "rank_0/model.json is a PaddleNLP export of 'mixtral'"),
+        (in_programs("fuseqwen2.", "fusedeepseek_v2."), "rank_0/model.json is a PaddleNLP export of 'deepseek_v2'"),
         (in_programs("qkv_weight_scale", "qkv_out_scale"), "rank_0/model.json .* quant_type 'a8w8'"),
         (in_programs("ffn1_weight", "ffn1_0_weight"), "rank_0/model.json .* quant_type 'a8w8_fp8'"),
         (set_keys(use_fake_parameter=True), "has use_fake_parameter, its scales stand for none: start the server with"),
