@@ -69,6 +69,20 @@ def read_params(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
     return params
 
 
+def release(array: np.ndarray) -> None:
+    """Remove the pages of an array of `read_params` from the memory of this process. They are read again when they are
+    accessed. Other arrays are left alone: only those of mapped files are read-only views of an mmap."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if array.flags.writeable or not isinstance(base, mmap.mmap):
+        return
+    offset = array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+    start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+    if (length := offset + array.nbytes - start) >= mmap.PAGESIZE:
+        base.madvise(mmap.MADV_DONTNEED, start, length // mmap.PAGESIZE * mmap.PAGESIZE)
+
+
 def write_params(path: Path, params: Iterable[tuple[str, np.ndarray]]) -> None:
     """Write parameters in the order of their names, which `params` must have; uint16 arrays are stored as bfloat16.
     Raises OSError with the path."""

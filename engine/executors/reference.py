@@ -33,7 +33,8 @@ class ReferenceExecutor:
     runs_ahead = False
 
     def __init__(self, graph_dir: Path, ops: ModuleType = reference):
-        self._graph, self._params = graph.load(graph_dir)
+        self._graph, params = graph.load(graph_dir)
+        self._params = {name: np.asarray(each) for name, each in params.items()}
         self._ops = ops
         model = Manifest.read(graph_dir)
         self._specs = model.graph().caches

@@ -35,6 +35,7 @@ CONVERT = (
     " as M; M.from_pretrained('{0}', torch_dtype='auto').save_pretrained('{0}')\""
 )
 NOT_READ = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # computed, and scales of KV caches
+STORED_AT_ONCE = 1 << 24  # elements that are quantized together
 READ_AT_ONCE = 1 << 20  # elements; bounds the memory that reading needs in addition to the result
 
 
@@ -135,15 +136,18 @@ class Checkpoint:
         is_read = all(part.tensor in self._tensors for part in weight.parts)
         if isinstance(weight.format, Dense) and (is_read or not any(self._coded(part.tensor) for part in weight.parts)):
             return weight.format.store(self.read(weight))
-        # Each part is quantized alone, so that the matrices of all experts are never in memory as float32 together.
+        # Quantized in pieces, so that a table or the matrices of all experts are never in memory as float32.
         parts = [self._stored(part, weight.format) for part in weight.parts]
         return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
     def _stored(self, part: Part, format: Format) -> tuple[np.ndarray, ...]:
         coded = self._coded(part.tensor)
-        if coded is None:
-            return format.store(self.read(Weight(part.tensor, (part,), format)))
         rows, columns = part.axes
+        if coded is None:
+            height = max(1, STORED_AT_ONCE // max(1, columns.size))
+            parts = [Part(part.tensor, (piece, columns)) for piece in rows.pieces(height)]
+            of_parts = [format.store(self.read(Weight(each.tensor, (each,), format))) for each in parts]
+            return tuple(np.concatenate(arrays) for arrays in zip(*of_parts, strict=True))
         try:
             codes = coded.codes()
             self._check_codes(codes, part, coded)

@@ -47,6 +47,13 @@ class Share:
         """Return the share of which the graph has only the rows from `first` to below `end` of each head."""
         return replace(self, kept=(first, end))
 
+    def pieces(self, size: int) -> Iterator[Share]:
+        """Yield shares of `size` rows or columns each, the last one of fewer, that together are this share."""
+        for first in range(0, self.size, size):
+            last = min(first + size, self.size)
+            start, stop = (min(self.start + each, self.stop) for each in (first, last))
+            yield replace(self, start=start, stop=stop, size=last - first)
+
     @property
     def num_rows(self) -> int:
         """Return how many rows the graph has."""

@@ -22,6 +22,7 @@ from engine.ops.catalogue import OPS
 from engine.ops.cpu.calls import NUMBER, ArgumentError, Call, Operand, Packed
 from engine.ops.cpu.kernels import BF16_OPS, CpuOps
 from engine.ops.cpu.library import CAdapterRows, Counts
+from engine.paddle_files import release
 
 OF_LOGITS = "logit_rows"
 ALIGNMENT = 64  # bytes of a cache line
@@ -193,6 +194,8 @@ def _copied(
             copy = copy.view(Packed)
         else:
             np.copyto(copy, array)
+        if isinstance(array, np.ndarray):
+            release(array)  # it would count as memory of this process a second time
         copies.append((graph.parameters[name], copy))
     return copies
 

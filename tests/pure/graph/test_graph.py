@@ -1,17 +1,21 @@
 """The reader of exported graphs: what it reads equals what was written, and damage is named."""
 
 import json
+import re
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from engine.dtypes import from_bf16, to_bf16
+from engine.executors.cpu.program import allocated
 from engine.exporting.manifest import Manifest
 from engine.graph import GraphError, Value, load
 from engine.graph.__main__ import lines, main
 from engine.graph.run import run_graph
+from engine.paddle_files import release
 from tests.checkpoints import COMMON, FAMILIES, SEEDS, random_tensors
 from tests.paged_model import make_caches
 
@@ -188,3 +192,22 @@ def test_a_missing_file_is_named(a_copy):
 
 def test_a_value_shows_its_type():
     assert str(Value(7, "bfloat16", (-1, 64))) == "%7 bfloat16[?, 64]"
+
+
+def resident_kb(file: str) -> int:
+    """Return how much of the mappings of a file is in the memory of this process."""
+    mappings = re.split(r"^[0-9a-f]+-[0-9a-f]+ ", Path("/proc/self/smaps").read_text(), flags=re.M)
+    return sum(int(re.search(r"Rss: +(\d+) kB", each)[1]) for each in mappings if each.split("\n")[0].endswith(file))
+
+
+def test_a_released_parameter_takes_no_memory_until_it_is_read_again_and_other_arrays_are_kept(a_copy):
+    params, path = load(a_copy)[1], str(a_copy / "rank_0/model.pdiparams")
+    held = allocated((5, 4096), "float32")
+    held[:] = 7
+    wanted = {name: array.copy() for name, array in {**params, "held": held}.items()}
+    before = resident_kb(path)
+    for array in (*params.values(), held):
+        release(array)
+    assert resident_kb(path) < before / 2
+    for name, array in {**params, "held": held}.items():
+        np.testing.assert_array_equal(array, wanted[name])

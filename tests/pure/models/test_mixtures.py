@@ -9,9 +9,10 @@ from safetensors.numpy import load_file, save_file
 from engine.dtypes import from_fp8, to_bf16
 from engine.exporting.export import ExportOptions, export
 from engine.graph import load
+from engine.models import checkpoint as checkpoint_module
 from engine.models.adapters import AdapterError, checked
 from engine.models.families import read_model
-from engine.models.formats import FORMATS, Int4
+from engine.models.formats import FORMATS
 from engine.models.keys import ModelError
 from engine.models.weights import Shard, weights_of
 from tests.family_checkpoints import config_of, make_checkpoint
@@ -121,9 +122,19 @@ def test_an_adapter_of_experts_or_grouped_projections_is_refused(module, message
         checked(tmp_path / "adapter", graph_dir, 64)
 
 
-def test_experts_are_quantized_one_after_another(tmp_path, checkpoint, monkeypatch):
-    """The matrices of all experts as float32 may be larger than the memory that the quantized model needs."""
-    heights, store = [], Int4.store
-    monkeypatch.setattr(Int4, "store", lambda self, matrix: heights.append(len(matrix)) or store(self, matrix))
-    export(checkpoint("qwen3_moe"), tmp_path / "out", ExportOptions(quant_type="weight_only_int4"))
-    assert heights.count(40) >= 2 * 8 and max(heights) <= 150  # rows of an expert's gate, and of the largest other part
+@pytest.mark.parametrize("quant_type", ["weight_only_int8", "weight_only_int4", "weight_only_fp8"])
+def test_weights_are_quantized_in_pieces_with_the_same_result(quant_type, tmp_path, checkpoint, exported, monkeypatch):  # noqa: PLR0913
+    """All matrices of a stack as float32 may be larger than the memory that the quantized model needs."""
+    monkeypatch.setattr(checkpoint_module, "STORED_AT_ONCE", 640)
+    heights, format = [], FORMATS[quant_type]
+    store = type(format).store
+    monkeypatch.setattr(type(format), "store", lambda self, matrix: heights.append(len(matrix)) or store(self, matrix))
+    export(checkpoint("qwen3_moe"), tmp_path / "out", ExportOptions(quant_type=quant_type, num_ranks=2))
+    assert max(heights) == 640 // 20  # columns of the share of an expert's `down`
+    for rank in range(2):
+        found, wanted = (
+            load(tmp_path / "out", rank)[1],
+            load(exported("qwen3_moe", quant_type=quant_type, num_ranks=2), rank)[1],
+        )
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(found[name], array, err_msg=name)
