@@ -78,7 +78,7 @@ class _Open:
 
 
 class LLM:
-    """`model_dir` is an exported model or a checkpoint, which is exported once. Settings other than the environment's
+    """`model` is an exported model or a checkpoint, which is exported once. Settings other than the environment's
     are given by their field names, `LLM(path, batch_size=8)`, or as FastDeploy and vLLM name them (`max_num_seqs=8`),
     and checked like those: raises ConfigError.
 
@@ -86,9 +86,9 @@ class LLM:
     this and make another. On GPUs, and with several machines, it ends this process at once, without exceptions: nothing
     else would wake who waits for it."""
 
-    def __init__(self, model_dir: str | Path, **settings: Any):
+    def __init__(self, model: str | Path, **settings: Any):
         config = with_device(Config.from_env().changed(**own_keywords(settings)))
-        graph_dir = Path(model_dir)
+        graph_dir = Path(model)
         if not is_exported(graph_dir):
             options = options_of(config, graph_dir)
             graph_dir = export_cached(graph_dir, Path(config.export_cache_dir).expanduser(), options)

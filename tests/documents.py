@@ -226,6 +226,7 @@ COMMANDS = (
     (PADDLENLP, "nvidia-smi"),
     (PADDLENLP, "ls /models/"),
     (PARAMETERS, "@support_graph_optimization"),
+    (PARAMETERS, "LLM(model=M, max_model_len=4096)"),
     (ERNIE, "python -m fastdeploy.entrypoints.openai.api_server"),
     (RANK_TABLES, "sh start_servers.sh"),
     (RANK_TABLES, "python pd_ranktable_tools.py --mode gen"),

@@ -85,7 +85,7 @@ COMMANDS = (
     ),
     Command(FASTDEPLOY, "fastdeploy serve M", "start_server --foreground M"),
     Command(FASTDEPLOY, "fastdeploy run-batch -i IN -o OUT", "run_batch -i IN -o OUT", "asks a running server"),
-    Command(FASTDEPLOY, "LLM(model=M, max_model_len=4096)", "LLM(M, max_model_len=4096)", "of `engine/llm.py`"),
+    Command(FASTDEPLOY, "LLM(model=M, max_model_len=4096)", "the same", "M is a folder; `from engine.llm import LLM`"),
     Command(FASTDEPLOY, "@support_graph_optimization", "", "every model is a static graph: see docs/adding.md"),
     Command(VLLM, "vllm serve M", "start_server --foreground M"),
     Command(VLLM, "python -m vllm.entrypoints.openai.api_server --model M", "start_server --foreground --model M"),

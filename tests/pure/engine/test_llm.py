@@ -34,7 +34,7 @@ def llm(tmp_path, monkeypatch):
     monkeypatch.setattr(llm_module, "is_exported", lambda directory: True)
     monkeypatch.setattr(llm_module, "make_executor", lambda directory, config, owns_process: CountingExecutor(12, 4))
     monkeypatch.setattr(llm_module, "allocate_cache", lambda executor, config, model_len: executor.num_blocks)
-    llm = LLM(tmp_path, batch_size=4)
+    llm = LLM(model=tmp_path, max_num_seqs=4)
     yield llm
     llm.close()
     assert llm._loop.executor.is_closed
