@@ -57,6 +57,14 @@ def test_drawn_weights_have_the_shapes_of_the_graph_and_the_constants_of_the_mod
     assert weights.num_bytes(graph) == sum(each.nbytes for each in params.values())
 
 
+def test_drawn_codes_of_4_bits_stand_for_numbers_around_zero(exported, device, monkeypatch):
+    """Otherwise all activations would point in one direction, and all tokens would choose the same experts."""
+    monkeypatch.setattr("engine.ops.cuda.packer", lambda op: None)
+    graph_dir = exported("llama", quant_type="weight_only_int4")
+    codes = weights.draw(graphs.load(graph_dir)[0], constants_of(graph_dir), device)["layers.0.down_proj.weight"]
+    assert abs(array(codes & 15).mean() - 8) < 0.2 and abs(array(codes >> 4).mean() - 8) < 0.2
+
+
 def test_what_is_sent_arrives_with_its_shape_and_type(device):
     uploads = Uploads(device)
     sent = []

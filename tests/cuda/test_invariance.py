@@ -112,13 +112,14 @@ WAYS = {
 }
 
 
-def test_answers_and_their_scores_are_those_of_a_request_alone(exported, device, dtype):
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_answers_and_their_scores_are_those_of_a_request_alone(exported, device, dtype, family):
     rng = np.random.default_rng(3)
     count, lengths = (8, (61, 62, 5)) if IS_INTERPRETED else (40, (61, 318, 5))
     prompts = [rng.integers(0, 300, length).tolist() for length in lengths]
 
     def ask(*numbers, **settings):
-        loop = a_loop(exported("qwen2", dtype), device, batch_invariant=True, **settings)
+        loop = a_loop(exported(family, dtype), device, batch_invariant=True, **settings)
         asked = [Sampling(max_new_tokens=count, **FIELDS[number]) for number in numbers]
         requests = [
             Request(str(number), list(prompts[number]), len(prompts[number]), sampling)

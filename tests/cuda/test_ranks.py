@@ -56,6 +56,14 @@ def test_the_tokens_of_ranks_are_those_of_transformers(loop_of, family, num_rank
     assert found == [tokens[:count] for _, tokens in cases.values()]
 
 
+def test_ranks_share_the_experts(loop_of):
+    loop, count = loop_of("qwen3_moe", max_num_batched_tokens=150), 2 if IS_INTERPRETED else 64
+    with np.load(ROOT / "tests/golden/families/qwen3_moe.npz") as known:
+        lengths = (24,) if IS_INTERPRETED else (1, 24, 127, 200)
+        found = generate(loop, [known[f"prompt_{n}"].tolist() for n in lengths], max_new_tokens=count)
+        assert found == [known[f"tokens_{n}"][:count].tolist() for n in lengths]
+
+
 def test_sampled_answers_are_those_of_one_rank_while_steps_overlap(loop_of, exported):
     """A token that the first rank sampled must reach the next step of the others before any host has it."""
     count = 4 if IS_INTERPRETED else 30
