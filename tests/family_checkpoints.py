@@ -249,6 +249,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 ALL = FAMILIES | MIXTURES
 CPU_ONLY = {each.model_type for each in support.FAMILIES if not each.runs_on_gpus}
 ON_GPUS = [name for name, keys in ALL.items() if keys.get("model_type", name) not in CPU_ONLY]
+# Blocks of each cache group, so few that requests are preempted, where 20 are enough.
+FEW_BLOCKS = dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), 18)
 # Of five, those with varied greedy output and no close call between the two likeliest tokens (tests/golden).
 SEEDS: dict[str, int] = {
     "gemma2": 4,

@@ -43,7 +43,6 @@ class PrecisionSupport:
 
 
 EVERYWHERE = (RUN,) * 4
-ONLY_CPUS = (RUN, RUN, REFUSED, REFUSED)
 FAMILIES = (
     FamilySupport("llama", "Llama 1, 2, 3.x, and models of the same network", EVERYWHERE),
     FamilySupport("mistral", "Mistral 7B, Nemo, Small; with or without a sliding window"),
@@ -64,16 +63,16 @@ FAMILIES = (
     FamilySupport("seed_oss", "Seed-OSS"),
     FamilySupport("smollm3", "SmolLM3"),
     FamilySupport("starcoder2", "StarCoder2"),
-    FamilySupport("qwen3_5", "Qwen3.5, Qwen3.6, Qwen3.8, dense models; text only", ONLY_CPUS),
-    FamilySupport("qwen3_5_text", "the same as text-only checkpoints", ONLY_CPUS),
-    FamilySupport("qwen3_5_moe", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B); text only", ONLY_CPUS),
-    FamilySupport("qwen3_5_moe_text", "the same as text-only checkpoints", ONLY_CPUS),
-    FamilySupport("qwen3_next", "Qwen3-Next, Qwen3-Coder-Next", ONLY_CPUS),
-    FamilySupport("deepseek_v2", "DeepSeek V2", ONLY_CPUS, has_int8_cache=False),
-    FamilySupport("deepseek_v3", "DeepSeek V3, V3.1, R1", ONLY_CPUS, has_int8_cache=False),
-    FamilySupport("kimi_k2", "Kimi K2", ONLY_CPUS, has_int8_cache=False),
-    FamilySupport("glm4_moe_lite", "GLM-4.7-Flash", ONLY_CPUS, has_int8_cache=False),
-    FamilySupport("mistral4", "Mistral Small 4, text-only checkpoints", ONLY_CPUS, has_int8_cache=False),
+    FamilySupport("qwen3_5", "Qwen3.5, Qwen3.6, Qwen3.8, dense models; text only"),
+    FamilySupport("qwen3_5_text", "the same as text-only checkpoints"),
+    FamilySupport("qwen3_5_moe", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B); text only"),
+    FamilySupport("qwen3_5_moe_text", "the same as text-only checkpoints"),
+    FamilySupport("qwen3_next", "Qwen3-Next, Qwen3-Coder-Next"),
+    FamilySupport("deepseek_v2", "DeepSeek V2", has_int8_cache=False),
+    FamilySupport("deepseek_v3", "DeepSeek V3, V3.1, R1", has_int8_cache=False),
+    FamilySupport("kimi_k2", "Kimi K2", has_int8_cache=False),
+    FamilySupport("glm4_moe_lite", "GLM-4.7-Flash", has_int8_cache=False),
+    FamilySupport("mistral4", "Mistral Small 4, text-only checkpoints", has_int8_cache=False),
     FamilySupport("mixtral", "Mixtral 8x7B, 8x22B"),
     FamilySupport("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B"),
     FamilySupport("qwen3_moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"),

@@ -16,6 +16,7 @@ LATENT_OPS = (
         first `K` of the `stride` elements that a head has in `x`.""",
         requires=("K <= stride",),
         header="head_linear.h",
+        cuda="head_products",
         is_row_wise=False,
     ),
     Op(
@@ -38,6 +39,7 @@ LATENT_OPS = (
         their order in f32.""",
         requires=("latent_dim % 2 == 0", "rope_dim % 2 == 0", "rope_dim <= q_dim", "log_scale_from > 0"),
         header="latent_attention.h",
+        cuda="mla",
         is_row_wise=False,
     ),
 )

@@ -32,6 +32,7 @@ STATE_OPS = (
         input of position `p` in line `p % {HISTORY}`.""",
         requires=("C % head_dim == 0", "head_dim % 16 == 0", f"K <= {HISTORY - MAX_REJECTED + 1}"),
         header="causal_conv.h",
+        cuda="states",
         is_row_wise=False,
     ),
     Op(
@@ -55,6 +56,7 @@ STATE_OPS = (
         first one has the number of closed chunks.""",
         requires=("num_v_heads % num_k_heads == 0", "head_dim % 16 == 0"),
         header="gated_delta_rule.h",
+        cuda="delta_rule",
         is_row_wise=False,
     ),
     Op(
@@ -65,6 +67,7 @@ STATE_OPS = (
         "`rms_norm(x) · silu(gate)`, each head of `head_dim` elements normalized by itself.",
         requires=("N % head_dim == 0",),
         header="gated_rms_norm.h",
+        cuda="gates",
     ),
     Op(
         "sigmoid_gate",
@@ -73,6 +76,7 @@ STATE_OPS = (
         (),
         "`y = x / (1 + exp(−gate))`.",
         header="sigmoid_gate.h",
+        cuda="gates",
     ),
 )
 

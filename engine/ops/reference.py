@@ -312,7 +312,7 @@ def _softmax_sums(
 
 def head_linear(x: np.ndarray, weight: np.ndarray, *, num_heads: int) -> np.ndarray:
     weights = weight.reshape(num_heads, -1, weight.shape[1])
-    heads = x.reshape(len(x), num_heads, -1)[..., : weight.shape[1]]
+    heads = x.reshape(len(x), num_heads, x.shape[1] // num_heads)[..., : weight.shape[1]]
     return np.concatenate([linear(heads[:, h], weights[h]) for h in range(num_heads)], axis=1)
 
 

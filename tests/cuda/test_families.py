@@ -12,7 +12,7 @@ from engine.core.types import Request, Sampling  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
-from tests.family_checkpoints import ON_GPUS, prompt_lens  # noqa: E402
+from tests.family_checkpoints import FEW_BLOCKS, ON_GPUS, prompt_lens  # noqa: E402
 
 SETTINGS = Config(batch_size=8, max_num_batched_tokens=24, cudagraph_capture_sizes="1,2,4,8", block_ratio=0.99)
 MAX_ERROR = 2e-4  # of log-probabilities in float32
@@ -43,10 +43,10 @@ def run(loop: EngineLoop, requests: list[Request]) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module", params=ON_GPUS)
 def case(request, exported, device):
-    """Return the golden answers of a family, and an executor."""
+    """Return the golden answers of a family, its lengths of prompts, an executor and a small number of blocks."""
     family = request.param
     executor = CudaExecutor(exported(family, block_size=16), SETTINGS, device.type)
-    yield golden(family), lens(family), executor
+    yield golden(family), lens(family), executor, FEW_BLOCKS.get(family, SMALL)
     executor.close()
 
 
@@ -60,12 +60,13 @@ def test_tokens_are_those_of_transformers(case, num_blocks, method):
     """All prompts run at once in chunks of 24 tokens, then again from the prefix cache, with drafts, and with
     preemption.
     """
-    known, lengths, executor = case
+    known, lengths, executor, few_blocks = case
     if IS_INTERPRETED and (num_blocks, method) != (LARGE, "none"):
         pytest.skip("takes minutes with the interpreter")
     count, num_groups = 4 if IS_INTERPRETED else 64, len(executor.cache_groups)
-    executor.allocate(num_blocks * num_groups)
-    loop = EngineLoop(executor, num_blocks * num_groups, dataclasses.replace(SETTINGS, speculate_method=method))
+    total = (few_blocks if num_blocks == SMALL else num_blocks) * num_groups
+    executor.allocate(total)
+    loop = EngineLoop(executor, total, dataclasses.replace(SETTINGS, speculate_method=method))
     for _ in range(1 if num_blocks == SMALL or IS_INTERPRETED else 2):
         requests = requests_of(known, lengths, count)
         run(loop, requests)
@@ -79,7 +80,7 @@ def test_tokens_are_those_of_transformers(case, num_blocks, method):
 
 def test_log_probabilities_are_those_of_transformers(case):
     """They are compared for the first token behind each prompt, and for the prompt itself."""
-    known, lengths, executor = case
+    known, lengths, executor, _ = case
     num_groups = len(executor.cache_groups)
     executor.allocate(LARGE * num_groups)
     loop = EngineLoop(executor, LARGE * num_groups, SETTINGS)

@@ -84,6 +84,55 @@ def test_attention_is_the_same_bits_in_chunks_and_in_any_batch(device, dtype, he
     assert torch.equal(found, whole[at])
 
 
+@pytest.mark.parametrize("num_heads", [3] if IS_INTERPRETED else [3, 16, 20, 128])
+def test_latent_attention_is_the_same_bits_in_chunks_and_in_any_batch(device, dtype, num_heads):
+    if IS_INTERPRETED and dtype == "float16":
+        pytest.skip("takes minutes with the interpreter")
+    length, latent_dim, rope_dim = (265, 40, 8) if IS_INTERPRETED else (1100, 512, 64)
+    num_blocks, row = -(-length // 16), latent_dim + rope_dim
+    sizes = {"num_heads": num_heads, "epsilon": 1e-6, "scale": 0.1, "log_scale": 0.1, "log_scale_from": 100}
+    rows = [randn(device, dtype, length, width) for width in (num_heads * latent_dim, num_heads * (rope_dim + 8), row)]
+    norm, angles = randn(device, "float32", latent_dim), randn(device, "float32", length, rope_dim)
+    numbers = torch.arange(length + 1, dtype=torch.int32, device=device)
+
+    def attend(rows_of, cache, starts, contexts, tables):
+        given = [each[rows_of] for each in rows]
+        return invariant.latent_attention(*given, norm, angles[rows_of], cache, starts, contexts, tables, **sizes)[0]
+
+    def in_chunks(chunks, num_others=0):
+        """Compute attention where every other request has the first token of the same prompt, in blocks of its own."""
+        cache = randn(device, dtype, (1 + num_others) * num_blocks, 16, row)
+        tables = torch.arange(len(cache), dtype=torch.int32, device=device).view(-1, num_blocks)
+        found, start = [], 0
+        for count in chunks:
+            rows_of = torch.tensor([*range(start, start + count), *[0] * num_others], device=device)
+            starts = torch.tensor([0, *range(count, len(rows_of) + 1)], dtype=torch.int32, device=device)
+            contexts = torch.tensor([start] + [0] * num_others, dtype=torch.int32, device=device)
+            found.append(attend(rows_of, cache, starts, contexts, tables)[:count])
+            start += count
+        return torch.cat(found), cache
+
+    whole, cache = in_chunks([length])
+    assert torch.isfinite(whole).all()
+    assert torch.equal(in_chunks([length - 43, 1, 1, 1, 39, 1])[0], whole)
+    assert torch.equal(in_chunks([7, 250, 1, 1, length - 259], 3 if IS_INTERPRETED else 150)[0], whole)
+    at = numbers[: length : 29 if IS_INTERPRETED else 1].contiguous()  # a decode step of every position at once
+    tables = numbers[:num_blocks].repeat(len(at), 1)
+    assert torch.equal(attend(at, cache, numbers[: len(at) + 1], at, tables), whole[at])
+
+
+def test_products_of_heads_are_the_same_bits_among_any_others(device, dtype):
+    sizes = [(24, 40, 48)] if IS_INTERPRETED else [(128, 192, 512), (512, 512, 128), (192, 256, 512)]
+    for width, stride, columns in sizes:
+        x, weight = randn(device, dtype, 300, 4 * stride), randn(device, dtype, 4 * columns, width)
+        whole = invariant.head_linear(x, weight, num_heads=4)
+        for count in (1, 16, 17, 64, 65, 200):
+            for start in (0, 5, 300 - count):
+                rows = slice(start, start + count)
+                found = invariant.head_linear(x[rows].contiguous(), weight, num_heads=4)
+                assert torch.equal(found, whole[rows])
+
+
 def test_attention_is_as_the_definition_says(device, dtype):
     if dtype != "float32":
         pytest.skip("the definition rounds 16 bits elsewhere; the executor's tests compare them")

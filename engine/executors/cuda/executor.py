@@ -97,7 +97,8 @@ class CudaExecutor:
             self._adapted = CudaProgram(self._program.graph, self._program.params, ops, self._adapters.layers)
             of_adapters = self._adapters.no_groups
         self.cache_groups = model.graph().cache_groups
-        self._graphs = StepGraphs(config, max_blocks, self._device, of_adapters, len(self.cache_groups))
+        most = max(max_blocks, *(group.num_parts for group in self.cache_groups))
+        self._graphs = StepGraphs(config, most, self._device, of_adapters, len(self.cache_groups))
         self._uploads = Uploads(self._device)
         self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size, self.cache_groups)
         self._slots.spans = self._graphs.spans = SlotSpans.of(self._program.graph, config.batch_size)

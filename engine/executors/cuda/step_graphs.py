@@ -75,7 +75,7 @@ class Captured(NamedTuple):
 class StepGraphs:
     """CUDA graphs of one executor. Owns the captured graphs and their static inputs.
 
-    `max_blocks` is the number of blocks of the longest request in a block table. `of_adapters` returns the additional
+    `max_blocks` is the largest number of blocks of a request in a block table. `of_adapters` returns the additional
     inputs of a step with adapters from its numbers of tokens and logits; such steps are captured separately.
     `num_groups` is the number of cache groups, each of which has a block table.
     """
@@ -222,12 +222,12 @@ class StepGraphs:
 
     def _stacked(self, tables: Sequence[np.ndarray], num_requests: int, num_padding: int = 0) -> np.ndarray:
         """Return the block tables of all groups, one below the other, each padded to `num_requests` rows and to the
-        width of the first with the null block.
+        width of the widest with the null block.
 
         With several groups, a padding row may be at the place of a request's row in another shape. It must then hold
         all `num_padding` tokens, because the device still has that request's blocks in the columns after it.
         """
-        parts, width = [], tables[0].shape[1]
+        parts, width = [], max(table.shape[1] for table in tables)
         if len(tables) > 1:
             width = max(width, -(-num_padding // MIN_BLOCK_SIZE))
         for table in tables:

@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.ops.cuda import prefill_attention
 from engine.ops.cuda.int8_cache import key_scales, numbers, scales_at, value_scales
 from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
+from engine.ops.cuda.merging import combine, first_seen
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.rotate_and_cache import HeadNorm, opened, place_all, placed, request_of, sizes_of
 
@@ -136,7 +137,7 @@ def _attend_all(
     )  # fmt: skip
     if splits > 1:
         padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)
-        _combine[(num_tokens, num_heads)](partial, out, num_heads, splits, head_dim, *padded, num_warps=2, **PDL)
+        combine[(num_tokens, num_heads)](partial, out, num_heads, splits, head_dim, *padded, num_warps=2, **PDL)
     return out
 
 
@@ -251,12 +252,6 @@ def rows_of(
 
 
 @triton.jit
-def first_seen(position, WINDOW: tl.constexpr):
-    """Return the first position that a query at `position` attends to."""
-    return tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
-
-
-@triton.jit
 def begun(sinks, is_row, split, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
     """Return the largest score and the total weight that rows begin with: in the first split those of their head's
     sink, if it has one."""
@@ -333,26 +328,3 @@ def _row_sums(weights, TILE: tl.constexpr):
     halves = tl.sum(tl.sum(tl.reshape(weights, (weights.shape[0], TILE // 16, 2, 8)), 1), 2)
     first, second = tl.split(halves)
     return first + second
-
-
-@kernel
-def _combine(
-    partial, out, num_heads, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Combine the splits of one head of one token. Each split has sums, the largest score and the total weight relative
-    to it.
-    """
-    begin_next()
-    wait_for_inputs()
-    head = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
-    split = tl.arange(0, PADDED_SPLITS)
-    d = tl.arange(0, PADDED_DIM)
-    rows = partial + (head * SPLITS + split) * (HEAD_DIM + 2)
-    is_split = split < SPLITS
-    m = tl.load(rows + HEAD_DIM, mask=is_split, other=-float("inf"))
-    factor = tl.exp2(m - tl.max(m, 0))
-    total = tl.sum(tl.load(rows + HEAD_DIM + 1, mask=is_split, other=0) * factor, 0)
-    is_in = is_split[:, None] & (d < HEAD_DIM)[None, :]
-    sums = tl.load(rows[:, None] + d[None, :], mask=is_in, other=0)
-    tl.store(out + head * HEAD_DIM + d, tl.sum(sums * factor[:, None], 0) / total, mask=d < HEAD_DIM)

@@ -13,7 +13,7 @@ from engine.executors import make_executor
 from engine.executors.drafting import with_drafts
 from engine.ops import cpu, reference
 from engine.settings.config import Config
-from tests.family_checkpoints import ALL, WINDOW, prompt_lens
+from tests.family_checkpoints import ALL, FEW_BLOCKS, WINDOW, prompt_lens
 from tests.paged_model import PagedModel
 from tests.pure.models.test_ranks import answer, answers_of_ranks
 
@@ -23,7 +23,6 @@ GOLDEN = Path(__file__).parents[2] / "golden/families"
 BLOCK_SIZE = 16
 # Fused matrices, a gated norm behind each sum, biases, windows of their own; the others are in tests/engines.
 RANKS_DIFFER = ("phi3", "gemma3_text", "starcoder2", "glm4")
-FEW_BLOCKS = dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), 18)  # so few that requests are preempted
 HAS_WINDOW = [name for name, keys in ALL.items() if keys.get("sliding_window") == WINDOW]
 
 

@@ -9,6 +9,7 @@ from engine.exporting import by_settings
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
+from engine.models import support
 from engine.models.keys import ModelError
 from engine.models.weights import HeadRows, Share
 from engine.settings.config import Config
@@ -47,6 +48,8 @@ def test_an_int8_cache_is_refused(tmp_path):
 
 def test_gpus_are_refused_by_the_name_of_the_family(tmp_path, monkeypatch):
     monkeypatch.setattr(by_settings, "with_device", lambda config: config)
+    refused = support.FamilySupport("mistral4", "", (support.RUN, support.RUN, support.REFUSED, support.REFUSED))
+    monkeypatch.setattr(support, "FAMILIES", (refused,))
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "mistral4")
     with pytest.raises(
         ConfigError, match="model_type is 'mistral4', which has no kernels for GPUs yet; set DEVICE=cpu"

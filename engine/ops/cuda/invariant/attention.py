@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.attention import MAX_TILE, Scoring, begun, first_seen, rows_of, tile_of, tile_of_queries
+from engine.ops.cuda.attention import MAX_TILE, Scoring, begun, rows_of, tile_of, tile_of_queries
 from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
+from engine.ops.cuda.merging import first_seen, merge_all, merged
 from engine.ops.cuda.rotate_and_cache import HeadNorm, place_all, sizes_of
 
 UNIT = 256  # positions
@@ -70,7 +71,7 @@ def paged_attention(
     )  # fmt: skip
     if splits > 1:
         grid = num_tokens, num_heads
-        _merge_all[grid](
+        merge_all[grid](
             partial, context_lens, scoring.numbers(query)[2], out, num_heads, num_units,
             head_dim, padded_dim, UNIT, window, sinks is not None, num_warps=1, **PDL,
         )  # fmt: skip
@@ -147,7 +148,7 @@ def _attend(
                     NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True, WINDOW, HAS_CAP,
                 )  # fmt: skip
             if SPLITS == 1:
-                all_m, all_total, all_sums = _merged(all_m, all_total, all_sums, m, total, sums)
+                all_m, all_total, all_sums = merged(all_m, all_total, all_sums, m, total, sums)
             else:
                 at = (row * num_units_of_table + unit) * (HEAD_DIM + 2)
                 tl.store(out + at[:, None] + d[None, :], sums, mask=is_in)
@@ -156,44 +157,3 @@ def _attend(
         if SPLITS == 1:
             all_total = tl.where(is_row, all_total, 1.0)  # padding rows may be outside of every window
             tl.store(out + row[:, None] * HEAD_DIM + d[None, :], all_sums / all_total[:, None], mask=is_in)
-
-
-@kernel
-def _merge_all(
-    partial, context_lens, sinks, out, num_heads, num_units_of_table,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of one head of the single token of a request."""
-    begin_next()
-    wait_for_inputs()
-    head = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
-    d = tl.arange(0, PADDED_DIM)[None, :]
-    one = tl.zeros([1], tl.int32)
-    all_m = tl.full([1], -float("inf"), tl.float32)
-    all_total = tl.zeros([1], tl.float32)
-    if HAS_SINKS:
-        all_m = tl.load(sinks + tl.program_id(1) + one).to(tl.float32) * 1.4426950408889634
-        all_total += 1
-    all_sums = tl.zeros([1, PADDED_DIM], tl.float32)
-    position = tl.load(context_lens + tl.program_id(0))
-    for unit in range(first_seen(position, WINDOW) // UNIT, position // UNIT + 1):
-        at = partial + (head * num_units_of_table + unit) * (HEAD_DIM + 2)
-        sums = tl.load(at + d, mask=d < HEAD_DIM, other=0)
-        m, total = tl.load(at + HEAD_DIM + one), tl.load(at + HEAD_DIM + 1 + one)
-        all_m, all_total, all_sums = _merged(all_m, all_total, all_sums, m, total, sums)
-    tl.store(out + head * HEAD_DIM + d, all_sums / all_total[:, None], mask=d < HEAD_DIM)
-
-
-@triton.jit
-def _merged(all_m, all_total, all_sums, m, total, sums):
-    """Merge one more unit into the running results: for each row its largest score, and the total weight and the sums
-    relative to it.
-    """
-    largest = tl.maximum(all_m, m)
-    floor = tl.where(largest == -float("inf"), 0.0, largest)  # of a row that has seen nothing yet
-    before, here = tl.exp2(all_m - floor), tl.exp2(m - floor)
-    # Written out, for a compiler could choose either product to be the one that is not rounded.
-    all_total = tl.fma(all_total, before, total * here)
-    all_sums = tl.fma(all_sums, tl.broadcast_to(before[:, None], sums.shape), sums * here[:, None])
-    return largest, all_total, all_sums
