@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
-PIECE_CHARS = 512  # characters of the prompt in one key
-MAX_KEYS = 1024  # of one prompt
+PIECE_CHARS = 256  # characters of the prompt in one key: about the 64 tokens of a block, the unit of the prefix cache
+MAX_KEYS = 2048  # of one prompt
 CHARS_PER_TOKEN = 4  # a usual ratio; only the order of the scores depends on it
 SESSION_CHARS, PREFIX_CHARS = 4096, 1024  # of a prompt that is not a chat
 NUM_BY_SESSION, NUM_BY_PREFIX = 2, 8  # candidates
-MAX_KNOWN_KEYS = 1 << 16  # of one replica: 8 million tokens
+MAX_KNOWN_KEYS = 1 << 16  # of one replica: 4 million tokens
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,15 @@ def choose(keys: PromptKeys, replicas: Sequence[R]) -> R | None:
     """Return the replica for a prompt, or None if there are none.
 
     Candidates are the first replicas by rendezvous hashing of the session and of the prefix, so that every front end
-    has the same ones. The candidate with the lowest (uncached + queued tokens) * (running requests + 1) is chosen.
+    has the same ones. The candidate with the lowest (uncached + queued tokens) * (running requests + 1) is chosen. A
+    prompt that is too short for the prefix cache may go to any replica, and to the first one if they are equal.
     """
-    by_session = _ranked(keys.session, replicas)[:NUM_BY_SESSION]
-    by_prefix = _ranked(keys.prefix, replicas)[:NUM_BY_PREFIX]
-    return min(
-        {each.identity: each for each in (*by_session, *by_prefix)}.values(), key=lambda r: score(keys, r), default=None
-    )
+    candidates: Sequence[R] = replicas
+    if keys.chain:
+        by_session = _ranked(keys.session, replicas)[:NUM_BY_SESSION]
+        by_prefix = _ranked(keys.prefix, replicas)[:NUM_BY_PREFIX]
+        candidates = list({each.identity: each for each in (*by_session, *by_prefix)}.values())
+    return min(candidates, key=lambda replica: score(keys, replica), default=None)
 
 
 def score(keys: PromptKeys, replica: Candidate) -> int:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 POLL_EVERY_S = 0.5
 SILENT_S = 2.0  # a replica without an answer for this time is lost
 RESOLVE_EVERY_S = 5.0
-FIND_WITHIN_S = 1.0
+FIND_WITHIN_S = 0.5  # a client waits that resumes its answer
 
 Address = tuple[str, int]
 

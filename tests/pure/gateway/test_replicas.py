@@ -65,11 +65,13 @@ def test_a_request_goes_to_the_replica_that_has_its_prefix_unless_that_is_too_bu
     replicas[1].num_running, replicas[1].num_queued_tokens = 0, 100_000
     assert choose(keys, replicas) is not replicas[1]
     assert choose(keys, []) is None
+    short = prompt_keys({"text": "Hi"})  # nothing of it can be cached
+    assert [choose(short, order) for order in (replicas, replicas[::-1])] == [replicas[0], replicas[2]]
 
 
 def test_all_front_ends_have_the_same_candidates_and_a_lost_replica_moves_its_own_requests_only():
     replicas = [Simulated(f"replica {i}") for i in range(30)]
-    prompts = [chat(f"System {i % 40}", f"user {i}") for i in range(200)]
+    prompts = [chat(f"System {i % 40} " * 40, f"user {i}") for i in range(200)]
     placed = [choose(keys, replicas) for keys in prompts]
     assert [choose(keys, replicas[::-1]) for keys in prompts] == placed
     moved = [choose(keys, replicas[1:]) for keys in prompts]
@@ -99,8 +101,8 @@ def test_news_are_the_keys_since_the_last_poll_or_all_of_them():
     served = ServedRequests()
     served.note({"req_id": "a", "text": "x" * 1024, "_owner": {"name": "alice"}})
     first = served.summary(Poll(), None, "no")
-    assert first.is_all and len(first.keys) == first.num_keys == 2 and not first.has_request
-    served.note({"req_id": "b", "text": "x" * 1536})
+    assert first.is_all and len(first.keys) == first.num_keys == 4 and not first.has_request
+    served.note({"req_id": "b", "text": "x" * 1280})
     second = served.summary(Poll(first.identity, first.num_keys, ("alice", "a")), None, "")
     assert not second.is_all and len(second.keys) == 1 and second.has_request
     assert served.summary(Poll(b"another", 3), None, "").is_all
@@ -273,7 +275,7 @@ def test_a_forwarded_request_is_answered_by_the_model_of_the_worker(tmp_path):
             replica = RemoteReplica(("127.0.0.1", port), "", token, None)
             await replica.poll()
             assert (replica.state.num_open, replica.model, replica.num_running) == (3, "m", 3)
-            answers = replica.generate({**ASK, "text": "x" * 600}, prompt_keys(ASK), 5)
+            answers = replica.generate({**ASK, "text": "x" * 300}, prompt_keys(ASK), 5)
             assert [(await anext(answers)).token for _ in range(2)] == ["a", "b"]
             assert (await replica.poll(("", "r"))).has_request
             assert len(list(replica.known)) == 1
