@@ -101,7 +101,7 @@ lint: $(TESTS)  ## style, types, which part may import which
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint dockerfiles/*
-	$(BIN)/shellcheck .ci/run server_scripts/start_server server_scripts/stop_server
+	$(BIN)/shellcheck .ci/run server_scripts/start_server server_scripts/stop_server server_scripts/*.sh
 
 SITE = build/site-env
 docs:  ## the documentation as a searchable site in build/site
