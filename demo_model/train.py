@@ -1,7 +1,8 @@
 """Trains the demo model from nothing and writes it as a Hugging Face checkpoint.
 
     python -m demo_model.train --out demo_model
-    python -m demo_model.train --draft-of demo_model --out demo_model/draft --rows 8 --row-len 384 --steps 1500
+    python -m demo_model.train --draft-of demo_model --out demo_model/draft \
+        --rows 8 --row-len 384 --steps 1500 --lr 3e-3
 
 The second command trains the draft model (SPECULATE_METHOD=draft) with the tokenizer of the demo model, on the same
 texts. It is far smaller, and its embeddings begin as the principal components of the demo model's.

@@ -16,7 +16,8 @@ NUM_TRUSTED = 3  # measurements of a step time that are needed to rely on it
 MIN_GAIN = 1.03  # expected ratio of token rates from which drafts are verified
 LOSS_SHARE = 0.004  # of the time of all steps that drafts may cost
 MAX_BALANCE = 20.0  # steps without drafts whose time earlier gains may be spent on
-CREDIT = 4.0  # of these steps, at the start, for each number of rows
+MAX_SPIKE = 1.5  # of an unusually slow step, in its usual time, that counts
+CREDIT = 6.0  # of these steps, at the start, for each number of rows
 LEAST_PROBABILITY = 0.05  # of drafts that are considered
 MAX_IDLE = 64  # steps after which drafts are tried again, although they do not seem to pay
 # Time that drafting adds to a step even if nothing is drafted, and the share of the time of all steps that it may take.
@@ -71,9 +72,10 @@ class StepTimes:
             insort(self._known, num_extra)
         if seen == 1:
             return
-        ratio = min(max(seconds / (self._scale * self._seconds[num_extra]), 0.5), 2.0)
+        # Single slow steps, in which another process has taken the CPU, do not move it far.
+        ratio = min(max(seconds / (self._scale * self._seconds[num_extra]), 0.7), 1.4)
         if seen <= NUM_TRUSTED:  # The first ones may be slow for many reasons.
-            self._seconds[num_extra] *= min(ratio, 1.0)
+            self._seconds[num_extra] = min(self._seconds[num_extra], seconds / self._scale)
         else:
             self._seconds[num_extra] *= 1 + (ratio - 1) * 0.1
             self._scale *= 1 + (ratio - 1) * 0.15
@@ -116,6 +118,7 @@ class DraftPolicy:
     def __init__(self) -> None:
         self.acceptance = Acceptance()
         self._times: dict[int, StepTimes] = {}  # by the number of rows
+        self._draft_times: defaultdict[int, StepTimes] = defaultdict(lambda: StepTimes(1))
         self._prompt_token_s = 0.0  # of steps that also compute prompts
         self._balance_s = 0.0
         self._num_left_to_rest = self._num_quiet = 0  # `_num_quiet`: steps without chosen drafts since the last rest
@@ -207,7 +210,10 @@ class DraftPolicy:
         # A process that takes the CPU for a while must not decide whether drafts pay.
         saved_s = -min(draft_s, 2 * base_s)
         if num_extra and times.is_trusted(0):
-            saved_s += num_sampled / num_rows * base_s - min(seconds, 2 * times.seconds(num_extra))
+            drafting = self._draft_times[_rounded(num_rows)]
+            drafting.observe(num_extra, max(draft_s, 1e-7))
+            saved_s = -min(draft_s, MAX_SPIKE * drafting.seconds(num_extra))
+            saved_s += num_sampled / num_rows * base_s - min(seconds, MAX_SPIKE * times.seconds(num_extra))
         limit_s = MAX_BALANCE * base_s
         self._balance_s = min(max(self._balance_s + LOSS_SHARE * seconds + saved_s, -2 * limit_s), limit_s)
         self._num_quiet = 0 if num_extra else self._num_quiet + 1

@@ -11,7 +11,11 @@ from tests.server import ROOT
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("overhead", []), ("speculation", ["--shape", "tiny", "--requests", "2", "--rounds", "1", "--work-dir", "{tmp}"])],
+    [
+        ("overhead", []),
+        ("speculation", ["--shape", "tiny", "--requests", "2", "--rounds", "1", "--work-dir", "{tmp}"]),
+        ("draft_model", ["--requests", "2", "--rounds", "1"]),
+    ],
 )
 def test_it_measures_and_ends_with_one_line_of_json(tmp_path, name, options):
     command = [sys.executable, "-m", f"benchmarks.{name}", *(each.format(tmp=tmp_path) for each in options)]
