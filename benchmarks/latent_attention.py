@@ -1,0 +1,74 @@
+"""Time of latent attention alone on one GPU, in the shape of DeepSeek-V2-Lite: `python -m benchmarks.latent_attention`.
+
+Each case is a CUDA graph of a few layers with a cache each. The share of the memory bandwidth counts the cached rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from types import ModuleType
+
+import torch
+
+from benchmarks.gpu import bandwidth
+from engine.ops import cuda
+from engine.ops.cuda import invariant
+
+HEADS, LATENT, ROPE, Q_DIM, BLOCK = 16, 512, 64, 192, 64
+CASES = (1, 1024, 1), (8, 1024, 1), (64, 1024, 1), (256, 1024, 1), (32, 8192, 1), (1, 0, 8192), (1, 6144, 2048)
+RUNS = 5
+
+
+def microseconds(ops: ModuleType, num_requests: int, cached: int, new: int) -> float:
+    """Return the time of one layer for requests with `cached` tokens in the cache and `new` tokens each."""
+    num_tokens, width = num_requests * new, LATENT + ROPE
+    num_blocks = -(-(cached + new) // BLOCK)
+    layers = 2 if num_requests * cached > 100_000 or new > 1 else 8
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    def numbers(count: int, step: int) -> torch.Tensor:
+        return torch.arange(count, dtype=torch.int32, device="cuda") * step
+
+    rows = randn(num_tokens, HEADS * LATENT), randn(num_tokens, HEADS * Q_DIM), randn(num_tokens, width)
+    angles, norm = torch.randn(num_tokens, ROPE, device="cuda"), torch.ones(LATENT, device="cuda")
+    caches = [randn(num_requests * num_blocks, BLOCK, width) for _ in range(layers)]
+    lens = torch.full((num_requests,), cached, dtype=torch.int32, device="cuda")
+    where = numbers(num_requests + 1, new), lens, numbers(num_requests * num_blocks, 1).view(num_requests, -1)
+    given = {"num_heads": HEADS, "epsilon": 1e-6, "scale": 0.1}
+
+    def run() -> None:
+        for cache in caches:
+            ops.latent_attention(*rows, norm, angles, cache, *where, **given)
+
+    run()
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(RUNS + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / layers)
+    return min(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
+    args = parser.parse_args()
+    speed = bandwidth()
+    print(f"{torch.cuda.get_device_name()}, {speed / 1e12:.2f} TB/s")
+    for num_requests, cached, new in CASES:
+        time = microseconds(invariant if args.invariant else cuda, num_requests, cached, new)
+        read = num_requests * (cached + new) * (LATENT + ROPE) * 2
+        share = read / speed * 1e6 / time
+        print(f"{num_requests:4} requests, {cached:5} cached, {new:5} new tokens: {time:8.1f} us, {share:4.0%}")
+
+
+if __name__ == "__main__":
+    main()
