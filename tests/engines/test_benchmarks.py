@@ -13,6 +13,7 @@ from tests.server import ROOT
     ("name", "options"),
     [
         ("overhead", []),
+        ("decode", ["--shape", "tiny-moe", "--rounds", "1", "--work-dir", "{tmp}"]),
         ("speculation", ["--shape", "tiny", "--requests", "2", "--rounds", "1", "--work-dir", "{tmp}"]),
         ("draft_model", ["--requests", "2", "--rounds", "1"]),
     ],
