@@ -16,6 +16,7 @@ import json
 import re
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from engine.executors import make_executor
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafting import with_drafts
 from engine.executors.memory import allocate_cache
+from engine.executors.step import Mask
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import Manifest
@@ -43,6 +45,7 @@ class Scripted:
 
     def __init__(self, executor: Executor, script: list[list[int]]):
         self._executor, self._script = executor, script
+        self.thread = getattr(executor, "thread", None)  # as in the executor, for drafts to be made there
         self.block_size, self.block_bytes = executor.block_size, executor.block_bytes
         self.runs_ahead, self.max_prompt_logits = False, executor.max_prompt_logits
         self.cache_groups, self.takes_spans = executor.cache_groups, executor.takes_spans
@@ -54,15 +57,23 @@ class Scripted:
         self._batch = Batch([])
 
     def launch(self, batch: Batch) -> Scripted:
-        for arrival in batch.arrivals:
-            self._request_of[arrival.slot], self._num_new[arrival.slot] = self._num_arrived, 0
-            self._num_arrived += 1
         self._batch, self._step = batch, self._executor.launch(batch)
         return self
 
     def result(self) -> StepOutput:
         assert self._step
         self._step.result()
+        return self._output()
+
+    def compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
+        self._batch = batch
+        self._executor.compute(batch, wait_for_mask)  # type: ignore[attr-defined]
+        return self._output()
+
+    def _output(self) -> StepOutput:
+        for arrival in self._batch.arrivals:
+            self._request_of[arrival.slot], self._num_new[arrival.slot] = self._num_arrived, 0
+            self._num_arrived += 1
         token_ids = []
         for row in self._batch.rows:
             if row.num_sampled:
@@ -77,11 +88,9 @@ class Scripted:
         return StepOutput(token_ids, [None] * len(token_ids))
 
 
-def measure(executor: Executor, num_blocks: int, config: Config, script: tuple[list, list]) -> tuple[float, float]:
+def measure(drafting: Executor, num_blocks: int, config: Config, prompts: list[list[int]]) -> tuple[float, float]:
     """Return tokens per second, and the share of the drafted tokens that were accepted."""
-    prompts, answers = script
-    scripted = with_drafts(Scripted(executor, answers), config, DraftPolicy())  # type: ignore[arg-type]
-    loop = EngineLoop(scripted, num_blocks, config)
+    loop = EngineLoop(drafting, num_blocks, config)
     for index, prompt in enumerate(prompts):
         loop.add(Request(str(index), list(prompt), len(prompt), Sampling(ANSWER_LEN, temperature=0)))
     while loop.stats()["num_generated_tokens"] < len(prompts):  # until all prompts are computed
@@ -142,11 +151,13 @@ def main() -> None:
     for count in args.requests:
         for name, script in scripts(count, model.vocab_size).items():
             rates: dict[str, list[float]] = {method: [] for method in ("none", *args.methods)}
-            accepted = {}
+            accepted, policies = {}, {method: DraftPolicy() for method in rates}  # which learn over all rounds
             for _ in range(args.rounds):
                 for method, measured in rates.items():
                     config = plain.changed(speculate_method=method)
-                    rate, accepted[method] = measure(executor, num_blocks, config, script)
+                    scripted: Executor = Scripted(executor, script[1])  # type: ignore[assignment]
+                    drafting = with_drafts(scripted, config, policies[method])
+                    rate, accepted[method] = measure(drafting, num_blocks, config, script[0])
                     measured.append(rate)
             off = statistics.median(rates.pop("none"))
             for method, measured in rates.items():
