@@ -16,6 +16,7 @@ from server_scripts.completion import REFUSED
 from server_scripts.options import COMMON, OptionParser, own_name
 
 ROOT = Path(__file__).resolve().parents[3]
+DRAFT = str(ROOT / "demo_model" / "draft")
 SETTINGS = {f.metadata["setting"].env: f for f in fields(Config) if not f.metadata["setting"].internal}
 
 OLD_NAMES = {name for f in SETTINGS.values() for name in f.metadata["setting"].old}
@@ -119,6 +120,14 @@ def test_an_option_without_effect_is_accepted_with_a_note():
         (
             '--speculative-config {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":2}',
             {"SPECULATE_METHOD": "ngram", "SPECULATE_MAX_DRAFT_TOKEN_NUM": "5", "SPECULATE_MAX_NGRAM_SIZE": "2"},
+        ),
+        (
+            f'--speculative-config {{"model":"{DRAFT}","num_speculative_tokens":3}}',
+            {
+                "SPECULATE_METHOD": "draft",
+                "SPECULATE_MODEL_PATH": DRAFT,
+                "SPECULATE_MAX_DRAFT_TOKEN_NUM": "3",
+            },
         ),
     ],
 )
