@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.ops import cpu, reference
-from engine.ops.reference import philox4x32, philox_uniform
+from engine.ops.reference_sampling import philox4x32, philox_uniform
 from tests.sampling_cases import CASES, VOCAB, a_mask, some_logits, some_rows, with_pairs
 
 
