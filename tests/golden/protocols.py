@@ -40,7 +40,7 @@ LEFT_OUT = ("date", "server", "content-length", "transfer-encoding", "connection
 NUMBER = r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?"
 NORMAL = [  # pattern, replacement
     (r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", "<uuid>"),
-    (r"\b([a-z]+[-_])?[0-9a-f]{20,32}\b", r"\1<hex>"),
+    (r"(?<!\.)\b([a-z]+[-_])?[0-9a-f]{20,32}\b", r"\1<hex>"),  # no fraction of a float
     (r'("(?:created|created_at)": ?)\d{10}\b', r"\1<time>"),
     (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+", "<date>"),
     (r"\b\d{10}\.\d+\b", "<time>"),
