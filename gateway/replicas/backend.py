@@ -22,7 +22,7 @@ from engine.wire import (
     TokenizeResponse,
     owner_of,
 )
-from gateway.backend import RESTART_WITHIN_S, ModelLost, ModelUnreachable
+from gateway.backend import RESTART_WITHIN_S, ModelLost, ModelUnreachable, timeout
 from gateway.replicas.placement import prompt_keys
 from gateway.replicas.replica import Replica
 from gateway.replicas.replica_set import ReplicaSet
@@ -31,6 +31,7 @@ from gateway.retry import MAX_LOSSES, ReceivedTokens
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 0.1
+ABORT_WITHIN_S = 5.0  # longest wait for a replica that does not answer
 
 
 class ReplicatedBackend:
@@ -70,14 +71,16 @@ class ReplicatedBackend:
         return state
 
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
-        """End an open request, whichever replica computes it."""
-        aborted = Aborted(req_id, False)
-        for each in self._answering():
-            with contextlib.suppress(EngineUnavailable):
-                aborted = await each.backend.abort(req_id, owner)
-            if aborted.aborted:
-                break
-        return aborted
+        """End an open request, whichever replica computes it. One that missed the last poll may compute it, too."""
+
+        async def ask(replica: Replica) -> Aborted:
+            with contextlib.suppress(EngineUnavailable, asyncio.TimeoutError):
+                async with timeout(ABORT_WITHIN_S):
+                    return await replica.backend.abort(req_id, owner)
+            return Aborted(req_id, False)
+
+        answers = await asyncio.gather(*map(ask, (self.replicas.local, *self.replicas.others)))
+        return Aborted(req_id, any(answer.aborted for answer in answers))
 
     async def about_tokens(self, question: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
         return await self._answering()[0].backend.about_tokens(question)

@@ -244,6 +244,7 @@ def test_an_abort_reaches_the_replica_that_computes():
 
         first = await replicas.fakes[0].backend.abort("r", Owner())
         replicas.local.backend.abort = unknown
+        replicas.fakes[0].suspend("it missed a poll")
         assert (await ReplicatedBackend(replicas).abort("r", Owner())).aborted
         assert replicas.fakes[0].backend.aborts[-1] == ("r", "")
 
