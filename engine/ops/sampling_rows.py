@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.ops.sampling_columns import SamplingRow
 from engine.sampling_parameters import PARAMETERS
+
+ROW = np.dtype(SamplingRow)
 
 
 class _Column:
     """A field of `SamplingRows.values` as an array of its own: a view of them, whose assignment writes into them."""
 
-    def __init__(self, dtype: type):
-        self.dtype = dtype
-
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, name: str):
         self._name = name
 
     def __get__(self, rows: SamplingRows, owner: type) -> np.ndarray:
@@ -33,18 +33,13 @@ def _empty(dtype: type) -> np.ndarray:
 
 @dataclass
 class SamplingRows:
-    """S rows, with a column for each parameter of `engine.sampling_parameters` and for those named here.
+    """S rows, with a property for each column of `engine.ops.sampling_columns`.
 
     What row s has seen are the entries `seen_starts[s] .. seen_ends[s]` of ids and counts, which may be anywhere in
     arrays that hold more; its biases are the entries `bias_starts[s] .. bias_starts[s + 1]`.
     """
 
     values: np.ndarray  # ROW [S]
-    num_logprobs = _Column(np.int32)  # -1 none, 0 the chosen token's alone
-    seed = _Column(np.uint64)
-    counter = _Column(np.int64)  # index of the token in the answer
-    seen_starts = _Column(np.int32)
-    seen_ends = _Column(np.int32)
     seen_ids: np.ndarray = _empty(np.int32)  # each token of prompt and answer once a row
     seen_counts: np.ndarray = _empty(np.int32)  # occurrences in the answer, 0 = only in the prompt
     bias_starts: np.ndarray | None = None  # i32 [S + 1]; None: no row has any
@@ -55,7 +50,8 @@ class SamplingRows:
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> np.ndarray: ...  # the columns of parameters
+        def __getattr__(self, name: str) -> np.ndarray: ...  # the columns
+        def __setattr__(self, name: str, value: np.ndarray | None) -> None: ...
 
     @classmethod
     def greedy(cls, num_rows: int) -> SamplingRows:
@@ -83,12 +79,8 @@ class SamplingRows:
         return zip(self.bias_ids[part], self.bias[part], strict=True)
 
 
-for _parameter in PARAMETERS:
-    _column = _Column(np.int32 if _parameter.type is int else np.float32)
-    _column.__set_name__(SamplingRows, _parameter.name)
-    setattr(SamplingRows, _parameter.name, _column)
-# LlmSamplingRow of the C library is generated from it.
-ROW = np.dtype([(name, it.dtype) for name, it in vars(SamplingRows).items() if isinstance(it, _Column)], align=True)
+for _name in ROW.names or ():
+    setattr(SamplingRows, _name, _Column(_name))
 
 
 @dataclass

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.ops import build, cpu, instruction_sets
+from tests.server import ROOT
 
 # What an optimizer believes of code that is right differs from one version to the next.
 BELIEFS = ("uninitialized]", "-Warray-bounds]", "-Wstringop-overflow=]", "-Wstringop-overread]")
@@ -32,6 +33,11 @@ def test_kernels_share_no_code_between_instruction_sets():
         assert shared
         own = (f"{len(isa)}{isa}", f"llm_kernels_{isa}")  # the namespace and the table of kernels, in mangled names
         assert [line for line in shared if not any(name in line for name in own)] == []
+
+
+def test_the_build_of_the_kernels_imports_no_package_because_none_may_be_installed_yet():
+    code = "import engine.ops.build; engine.ops.build.generated.files()"
+    subprocess.run([sys.executable, "-S", "-E", "-c", code], cwd=ROOT, check=True)  # -S: without site-packages
 
 
 def test_a_missing_compiler_is_named(tmp_path):
