@@ -25,6 +25,8 @@ from tests.pure.core.test_beams import a_search, answers_of
 from tests.pure.core.test_prompt_outputs import run as run_loop
 from tests.pure.executors.test_batch_invariance import BASE, BLOCK_SIZE, an_executor, random_requests, run
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [7 * n % 300 for n in range(40)]
 HAS_SOME = {"lora_dir": "/adapters"}
 

@@ -30,6 +30,8 @@ from tests.span_models import (
     with_spans,
 )
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[2] / "golden"
 SETTINGS = {"batch_size": 8, "block_ratio": 0.99}
 

@@ -21,6 +21,8 @@ from tests.checkpoints import make_checkpoint
 from tests.family_checkpoints import make_checkpoint as make_family
 from tests.paddlenlp_exports import SIZES, make_export
 
+pytestmark = pytest.mark.slow
+
 INT8, INT4 = "weight_only_int8", "weight_only_int4"
 MIXED = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "num_hidden_layers": 2}
 

@@ -223,6 +223,7 @@ def test_what_is_not_for_clients_is_not_served_whatever_they_send(tmp_path, meth
     run(scenario())
 
 
+@pytest.mark.slow
 def test_thousands_that_come_while_the_server_is_busy_wait_for_it(tmp_path):
     """gRPC on its own would cancel a few from the 1,000th on, and all from the 3,000th."""
 

@@ -295,6 +295,7 @@ watchdog.MAX_BUSY_S, watchdog.end_when_hung = 1, watched_and_hung
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["gateway", "gateway.health"])
 def test_a_process_whose_loop_hangs_says_where_and_ends(module, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HANGS)
@@ -303,6 +304,7 @@ def test_a_process_whose_loop_hangs_says_where_and_ends(module, tmp_path):
         assert "in _run_once" in process.stderr.read()
 
 
+@pytest.mark.slow
 def test_thousands_of_connections_of_one_client_leave_the_health_port_reachable():
     """The usual limit is 1024 open files; without a higher one health checks would fail beyond it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

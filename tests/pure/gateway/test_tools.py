@@ -127,6 +127,7 @@ def test_arguments_in_the_history_are_objects_to_the_template():
     assert (sent["content"], sent["tool_calls"][0]["function"]["arguments"]) == ("", {"city": "Rome"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tokenizer, name, choice):

@@ -31,6 +31,7 @@ def guided(tokenizer):
     return Guided(tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "first"), [("none", 0), ("ngram", 100)])
 def test_every_answer_to_a_hundred_schemas_is_valid(tokenizer, method, first):
     guided = Guided(tokenizer, speculate_method=method)
@@ -236,6 +237,7 @@ def test_where_a_grammar_may_end_the_stop_ids_of_the_request_are_allowed(guided,
     assert (len(guided.token_ids["b"]), guided.token_ids["b"][-1] in STOP_IDS) == (4, True)
 
 
+@pytest.mark.slow
 def test_what_is_forced_is_what_would_be_chosen_anyway(tokenizer, monkeypatch):
     schemas = {str(seed): random_schema(seed) for seed in range(60)}
 

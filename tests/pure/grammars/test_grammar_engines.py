@@ -4,6 +4,7 @@ import json
 import threading
 
 import jsonschema
+import pytest
 
 from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
@@ -21,6 +22,8 @@ from tests.pure.engine_helpers import Collector, a_client, a_free_address
 from tests.pure.guided import PROMPT, VOCAB_SIZE, Guided, a_request, load_tokenizer
 from tests.pure.random_model import RandomModel
 from tests.pure.random_schemas import random_schema
+
+pytestmark = pytest.mark.slow
 
 SCHEMA = {
     "type": "array",

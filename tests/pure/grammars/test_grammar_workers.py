@@ -23,6 +23,8 @@ from tests.patience import wait_until
 from tests.pure.guided import PROMPT, STOP_IDS, VOCAB_SIZE, Guided, a_request, begun, load_tokenizer
 from tests.pure.random_schemas import random_schema
 
+pytestmark = pytest.mark.slow
+
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},

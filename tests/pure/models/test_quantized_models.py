@@ -21,6 +21,8 @@ from tests.paged_model import PagedModel
 from tests.pure.models.test_models import golden
 from tests.pure.models.test_ranks import answers_of_ranks
 
+pytestmark = pytest.mark.slow
+
 QUANTIZED = QUANT_TYPES[1:]
 # Of a logit on average, as a share of their standard deviation: the random models of 64 channels forgive little.
 LARGEST_ERROR = {

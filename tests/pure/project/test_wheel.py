@@ -13,6 +13,8 @@ import engine
 from engine.ops import build
 from server_scripts import triton
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("engine", "gateway", "server_scripts", "model_repository", "demo_model")
 COMMANDS = {f"server_scripts/{name}" for name in ("start_server", "stop_server", "start_servers.sh")}

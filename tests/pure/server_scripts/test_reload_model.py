@@ -20,6 +20,8 @@ from server_scripts.takeover import setting_fingerprints
 from tests.pure.fake_server import ALL, READY, TIMEOUT_S, a_run_dir, fake_server
 from tests.server import is_alive
 
+pytestmark = pytest.mark.slow
+
 BUSY = {"state": {**READY["state"], "num_open": 1}}
 
 

@@ -157,6 +157,7 @@ def test_a_silent_model_restarts_tritonserver(tmp_path):
         server.answer(**READY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gateway-0", "tritonserver helper", "engine helper"])
 def test_what_is_stopped_for_too_long_is_started_anew(tmp_path, name):
     """Ranks are helper processes of the engine."""
