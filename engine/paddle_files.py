@@ -1,5 +1,5 @@
 """Reads what Paddle writes, without Paddle: the tensors of a .pdiparams file, which it writes too, and what a saved
-program (.json or, of Paddle 2, .pdmodel) says of its parameters and ops. Knows neither our graphs nor anybody else's.
+program (.json or, of Paddle 2, .pdmodel) says of its parameters and ops. Independent of the graphs of this server.
 
 A .pdiparams file holds the parameters one after another, in the order of their sorted names, which it lacks. A record
 is: u32 version, u64 number of LoD levels (always 0 here), u32 version, i32 length of a TensorDesc message, the message

@@ -60,7 +60,7 @@ class Answers:
     api_key: str = setting(
         "",
         "API_KEY",
-        "HTTP and gRPC requests must carry it, health does not; empty: anybody may ask",
+        "HTTP and gRPC requests must carry it, health does not; empty: no key is needed",
         is_shown=False,
     )
     tls_cert_file: str = setting(

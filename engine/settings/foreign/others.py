@@ -35,7 +35,7 @@ ROWS: tuple[OptionRow, ...] = (
     ignored("--waiting-served-ratio", ALWAYS_BATCHED, TGI),
     ignored("--disable-custom-kernels", "there is one kernel for each op and device", TGI, is_flag=True),
     ignored("--json-output", "logs are lines of text in FD_LOG_DIR", TGI, is_flag=True),
-    ignored("--usage-stats", "nothing is reported to anybody", TGI),
+    ignored("--usage-stats", "no usage statistics are reported", TGI),
     refused("--lora-adapters", "--lora-modules name=path", TGI),
     refused("--speculate", "--speculate-method ngram, --speculate-max-draft-token-num N", TGI),
     sets("-m", "model_name", LLAMA, remark="a GGUF file, a checkpoint's folder or a name"),

@@ -107,7 +107,7 @@ def test_a_refused_body_leaves_its_room(small_intake, body):
         assert small_intake.num_bytes == 0
 
 
-def test_a_request_of_very_many_fields_is_refused_before_anybody_looks_at_them():
+def test_a_request_of_very_many_fields_is_refused_before_they_are_checked():
     with running(FakeBackend("a")) as gateway:
         status, fields = gateway.refused(CHAT, {f"field{n}": n for n in range(1001)})
     assert (status, fields["error_msg"]) == (400, "the request has 1001 fields, the limit is 1000")
