@@ -131,7 +131,7 @@ OF_ERNIE: tuple[tuple[str, Started | str], ...] = (
     ("--enable-chunked-prefill", {}),
     (
         """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "model": "./mtp"}'""",
-        "the method 'mtp' is not supported, it must be ngram, suffix or draft_model",
+        {"SPECULATE_METHOD": "mtp", "SPECULATE_MAX_DRAFT_TOKEN_NUM": "1"},
     ),
     ("--use-cudagraph --tensor-parallel-size 1", {"USE_CUDAGRAPH": "1"}),
     ("FD_SAMPLING_CLASS=rejection", {}),
@@ -160,7 +160,7 @@ OF_RANK_TABLES: tuple[tuple[str, Started | str], ...] = (
         {"MAX_MODEL_LEN": "4096", "BATCH_SIZE": "256", "SERVED_MODEL_NAME": "a-name", "SERVICE_HOST": "0.0.0.0"},
     ),
     *((INSTANCE + START_SERVERS.format(port), "'global.json', which cannot be read") for port in (8088, 8089, 9000)),
-    ("USE_OPENAI=0 NODE_PORTS=8088", {}),
+    ("USE_OPENAI=0 NODE_PORTS=8088", "/v1/completions takes the same fields"),
     ("--quantization awq", {}),
     ("--quantization gptq", {}),
     ("--quantization smoothquant", "a8w8 has 8 bits a weight and an activation"),

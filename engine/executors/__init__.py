@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafting import DraftSource, with_drafts
 from engine.executors.memory import check_swap_space
-from engine.exporting.draft import export_draft_model
+from engine.exporting.draft import check_mtp, export_draft_model
 from engine.exporting.manifest import Manifest
 from engine.models.keys import ModelError
 from engine.settings.config import Config
@@ -43,9 +43,13 @@ def make_executor(
         check_gpus(config)
     if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
+    if config.speculate_method == "mtp":
+        check_mtp(graph_dir, config)
     draft_dir = export_draft_model(graph_dir, config, tell) if machines.is_master else None
     if machines.num_hosts == 1:
         executor = make_host(graph_dir, config, owns_process=owns_process, tell=tell)
+        if config.speculate_method == "mtp":
+            return with_drafts(executor, config, DraftPolicy(), make_mtp_source(executor, manifest, config))
         return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config))
     from engine.executors.hosts import follow, lead
 
@@ -59,12 +63,21 @@ def make_draft_source(draft_dir: Path | None, manifest: Manifest, config: Config
     """Load the exported draft model in `draft_dir` for the model of `manifest`. Without one, return None."""
     if draft_dir is None:
         return None
-    from engine.executors.cpu.draft_model import CpuDraftModel
+    from engine.executors.cpu.draft_model import CpuDraftModel, SlotSizes
     from engine.executors.model_drafts import ModelDrafts
 
-    max_blocks = -(-manifest.max_seq_len // manifest.block_size)
-    model = CpuDraftModel(draft_dir, config.batch_size, max_blocks, manifest.graph().cache_groups)
+    model = CpuDraftModel.load(draft_dir, SlotSizes.of(manifest, config.batch_size))
     return ModelDrafts(model, manifest.vocab_size)
+
+
+def make_mtp_source(executor: Executor, manifest: Manifest, config: Config) -> DraftSource:
+    """Load the MTP layer of the model that `executor`, of one rank on a CPU, has loaded."""
+    from engine.executors.cpu.draft_model import CpuMtpLayer
+    from engine.executors.cpu.executor import CpuExecutor
+    from engine.executors.mtp_drafts import MtpDrafts
+
+    assert isinstance(executor, CpuExecutor), "check_mtp refuses others"
+    return MtpDrafts(CpuMtpLayer(executor, manifest, config.batch_size), manifest.vocab_size)
 
 
 def check_num_ranks(graph_dir: Path, manifest: Manifest, config: Config) -> None:

@@ -58,6 +58,10 @@ class DraftCache:
         self.advance(slot, num_valid)
         return min(num_valid, len(token_ids) - 1)
 
+    def num_valid(self, slot: int) -> int:
+        """Return how many leading positions of a slot are computed."""
+        return self._num_valid[slot]
+
     def advance(self, slot: int, end: int) -> None:
         """Note that the positions before `end`, of known tokens, are computed."""
         start, size = self._num_valid[slot], self._block_size

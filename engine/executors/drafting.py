@@ -44,6 +44,10 @@ class DraftSource(Protocol):
         are as many as possible."""
         ...
 
+    def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
+        """Read what a step has computed beside its tokens, which are in `slots`."""
+        ...
+
     def learn(self, gain_s: float, step_s: float) -> None:
         """Learn how much time the drafts of a step have saved, and how long it took."""
         ...
@@ -53,7 +57,7 @@ def with_drafts(
     executor: Executor, config: Config, policy: DraftPolicy | None = None, source: DraftSource | None = None
 ) -> Executor:
     """Return `executor`, with drafts if SPECULATE_METHOD names a method. Without a policy all drafts are verified.
-    `source` makes the drafts of the method `draft`."""
+    `source` makes the drafts of the methods `draft` and `mtp`."""
     if config.speculate_method == "none":
         return executor
     source = source or LookupDrafts.of(config)
@@ -171,6 +175,7 @@ class DraftingExecutor:
             self._begin(batch)
             output: StepOutput = self._executor.compute(batch, wait_for_mask)  # type: ignore[attr-defined]
             self._append(batch.rows, output)
+            self._source.read(batch.rows, self._slots, self._policy)
         except BaseException as error:
             self._error = error
             raise
@@ -196,6 +201,7 @@ class DraftingExecutor:
             step_s, draft_s = time.perf_counter() - launched, launched - began - self._source.invested_s
             self._source.learn(self._policy.learn(filled.rows, output, step_s, draft_s), step_s)
         self._append(filled.rows, output, drafts)
+        self._source.read(filled.rows, self._slots, self._policy)
         return output._replace(num_drafts=sum(map(len, drafts.values())))
 
     def _output(self, filled: Batch, step: DraftingStep) -> StepOutput:

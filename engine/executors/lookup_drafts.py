@@ -82,6 +82,9 @@ class LookupDrafts:
         counts = policy.choose_for(rows, [(slots[rows[index].slot].level, len(drafts)) for index, drafts in offers])
         return [(index, drafts[:count]) for (index, drafts), count in zip(offers, counts, strict=True) if count]
 
+    def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
+        """Do nothing: a lookup needs only tokens."""
+
     def learn(self, gain_s: float, step_s: float) -> None:
         """Do nothing: a lookup invests no time."""
 

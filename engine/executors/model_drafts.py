@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from engine.core.types import Batch, Row
 from engine.executors.draft_cache import DraftCache
 from engine.executors.draft_costs import DraftCosts
@@ -26,6 +28,7 @@ class DraftRow(NamedTuple):
     token_ids: Sequence[int]
     samples: bool  # a token after the last one
     num_answered: int  # tokens of the answer up to there, which select the random number
+    states: np.ndarray | None = None  # f32 [tokens, H], only for an MTP layer: what it reads beside each token
 
 
 class DraftModel(Protocol):
@@ -87,6 +90,9 @@ class ModelDrafts:
         for wish, tokens in made:
             slots[wish.slot].note_drafts(tokens, _level(slots[wish.slot]))
         return [(wish.row, tokens) for wish, tokens in made if tokens]
+
+    def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
+        """Do nothing: the draft model needs only tokens, which it reads when it drafts."""
 
     def learn(self, gain_s: float, step_s: float) -> None:
         self._costs.repay(gain_s, step_s)

@@ -18,6 +18,7 @@ from engine.settings.device import GPU, with_device
 def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
     """Return the options of the export. Unless a type is requested, 8-bit floats are kept on a GPU. Raises
     ConfigError, also for a family that the device cannot run."""
+    check_mtp_settings(config)
     _check_device(config, checkpoint_dir)
     if config.dtype == "float16" and with_device(config).device != GPU:
         raise ConfigError(
@@ -32,6 +33,7 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
         int8_cache=config.use_cache_kv_int8,
         load_format=config.load_format,
         hf_overrides=config.hf_overrides,
+        mtp=config.speculate_method == "mtp",
     )
     is_free = (options.dtype, options.quant_type, options.load_format) == ("auto", "none", "auto")
     if not is_free or config.batch_invariant or not (checkpoint_dir / CONFIG).exists():
@@ -39,6 +41,19 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
     if is_fp8(read_json(checkpoint_dir / CONFIG)) and with_device(config).device == GPU:
         return replace(options, quant_type="weight_only_fp8")
     return options
+
+
+def check_mtp_settings(config: Config) -> None:
+    """Raise ConfigError if SPECULATE_METHOD is mtp and the device or the number of ranks does not support it."""
+    if config.speculate_method != "mtp":
+        return
+    if config.device == GPU or with_device(config).device == GPU:
+        raise ConfigError("SPECULATE_METHOD is mtp, which is not supported on GPUs yet; set it to ngram or suffix")
+    if config.mp_num != 1:
+        raise ConfigError(
+            f"SPECULATE_METHOD is mtp and MP_NUM is {config.mp_num}: the layer that drafts needs a model of one rank;"
+            " set MP_NUM=1, or SPECULATE_METHOD to draft, ngram or suffix"
+        )
 
 
 def _check_device(config: Config, checkpoint_dir: Path) -> None:

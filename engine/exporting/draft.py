@@ -1,4 +1,5 @@
-"""Export of a draft model (SPECULATE_METHOD=draft) for an exported model, and the check that the two fit together."""
+"""Export of a draft model (SPECULATE_METHOD=draft) for an exported model, and the checks that the two fit together, or
+that the model can draft for itself (SPECULATE_METHOD=mtp)."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from pathlib import Path
 
 from engine.core.cache_groups import PAGED
 from engine.errors import ConfigError, SetupError
+from engine.exporting.by_settings import check_mtp_settings
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import Manifest, is_exported
+from engine.models.mtp import MTP_GRAPH
 from engine.settings.config import Config
 from engine.settings.device import GPU, with_device
 from engine.text.tokenizer import Tokenizer
@@ -32,6 +35,16 @@ def export_draft_model(graph_dir: Path, config: Config, progress: Callable[[str]
     except SetupError as error:
         raise ConfigError(f"SPECULATE_MODEL_PATH is {config.speculate_model_path!r}: {error}") from None
     return path
+
+
+def check_mtp(graph_dir: Path, config: Config) -> None:
+    """Raise ConfigError unless the exported model has an MTP layer that can draft for it here."""
+    check_mtp_settings(config)
+    if MTP_GRAPH not in Manifest.read(graph_dir).graphs:
+        raise ConfigError(
+            f"SPECULATE_METHOD is mtp, {graph_dir} was exported without the layer that drafts; export its checkpoint"
+            " again with --mtp"
+        )
 
 
 def _check_graphs(model: Manifest, draft: Manifest) -> None:

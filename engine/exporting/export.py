@@ -22,13 +22,13 @@ from engine.dtypes import WEIGHT_DTYPES
 from engine.exporting import head
 from engine.exporting.complete import complete_or_absent
 from engine.exporting.manifest import CONFIG, DECODER, GraphManifest, Manifest, rank_dir, refuse_static_graph
-from engine.models.checkpoint import Checkpoint, open_tensors, text_part
+from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors, text_part
 from engine.models.coded import Coded
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
 from engine.models.formats import FORMATS, QUANTIZED, Format, with_zero
 from engine.models.keys import ModelError, read_json, whole_number
-from engine.models.layers import step_inputs
+from engine.models.mtp import with_mtp
 from engine.models.paddle_checkpoint import as_in_transformers
 from engine.models.paddlenlp import rank_files, read_export
 from engine.models.quantization import read_quantization, unused_settings
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 DTYPES = ("auto", *WEIGHT_DTYPES)
 QUANT_TYPES = ("none", *QUANTIZED)
 LOAD_FORMATS = ("auto", "dummy")
-TABLE, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -67,6 +66,7 @@ class ExportOptions:
     int8_cache: bool = False  # keys and values as int8 instead
     load_format: str = "auto"  # dummy: only the graph, made from config.json; the executor draws random weights
     hf_overrides: str = ""  # a JSON object: what config.json says instead
+    mtp: bool = False  # the layer of the checkpoint that drafts tokens is a second graph
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -144,6 +144,7 @@ def plan_of(checkpoint_dir: Path, options: ExportOptions, progress: OnProgress) 
     keys, checkpoint = _open(checkpoint_dir, options.load_format)
     keys |= options.overrides
     model, scores = _model_of(keys, checkpoint, progress), None
+    model = with_mtp(keys["model_type"], model, checkpoint) if options.mtp else model
     if checkpoint:
         scores = head.head_of(checkpoint_dir, keys, checkpoint, TABLE if model.tied_embeddings else LM_HEAD)
     shards = _shards(model, keys, checkpoint, options)
@@ -263,8 +264,7 @@ def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int, has_weights:
     for name, network in model.networks(shard).items():
         layout, stem = network.cache_layout, "model" if name == DECODER else name
         files = (f"{stem}.json", f"{stem}.pdiparams" if has_weights else "")
-        inputs = step_inputs(len(layout.groups), network.embedding.takes_spans)
-        graphs[name] = GraphManifest(*files, inputs, network.outputs, layout.caches, layout.groups)
+        graphs[name] = GraphManifest(*files, network.inputs, network.outputs, layout.caches, layout.groups)
     sizes = (model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks)
     return Manifest(*sizes, shard.format.name, graphs)
 

@@ -17,7 +17,7 @@ from engine.core.cache_groups import STATE, table_name
 from engine.exporting.manifest import GraphManifest
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
-from engine.models.layers import SPAN_EMBEDDINGS, Run
+from engine.models.layers import PREVIOUS_STATES, SPAN_EMBEDDINGS, Run
 from engine.models.weights import Constant, Weight, found_in, weights_of
 from engine.ops import build
 from engine.ops.cpu.paddle_ops import register_paddle_ops
@@ -121,7 +121,7 @@ def _input_specs(graph: GraphManifest, network: Decoder) -> list[paddle.static.I
     }
     step = [
         paddle.static.InputSpec(
-            list(shapes.get(name, (None,))), "float32" if name == SPAN_EMBEDDINGS else "int32", name
+            list(shapes.get(name, (None,))), "float32" if name in (SPAN_EMBEDDINGS, PREVIOUS_STATES) else "int32", name
         )
         for name in graph.inputs
     ]

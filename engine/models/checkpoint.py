@@ -28,7 +28,7 @@ from engine.models.weights import Part, Share, Weight
 
 VISION = "model.visual."  # tensor names of a vision tower
 WEIGHTS = ("model.safetensors", "model_state.pdparams")
-TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+TABLE, LM_HEAD = TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 HEADS = ("lm_head.", "score.")  # tensor names with these prefixes do not get the prefix `model.`
 CONVERT = (
     'convert it with transformers and PyTorch if you trust it: python -c "from transformers import AutoModelForCausalLM'

@@ -19,6 +19,7 @@ from engine.models.layers import (
     LOGITS,
     POSITIONS,
     SPAN_EMBEDDINGS,
+    STATES,
     Embedding,
     Head,
     Norm,
@@ -27,6 +28,7 @@ from engine.models.layers import (
     Run,
     Tensor,
     scaled,
+    step_inputs,
 )
 from engine.models.mlp import GatedMlp, Mlp
 from engine.models.weights import Shard, found_in
@@ -98,15 +100,15 @@ def _enter(run: Run, norm: Norm | None, x: Tensor, residual: Tensor | None) -> t
 class Decoder:
     """The network of one rank.
 
-    It computes, from the tokens of a step, the logits and last hidden states of selected rows.
+    It computes, from the tokens of a step, the logits and last hidden states of selected rows. With `has_states`, it
+    also returns the last hidden states of all tokens.
     """
 
     embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     norm: Norm
     head: Head
-
-    outputs = (LOGITS, HIDDEN)  # in the order in which a call returns them
+    has_states: bool = False
 
     @classmethod
     def of(
@@ -123,6 +125,16 @@ class Decoder:
             norm=norm.of(config, top, "norm"),
             head=Head.of(config, embedding, head_format(shard.format, shard.dtype)),
         )
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Return the names of the outputs, in the order in which a call returns them."""
+        return (LOGITS, HIDDEN, STATES) if self.has_states else (LOGITS, HIDDEN)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return the names of the inputs, except for the caches."""
+        return step_inputs(len(self.cache_layout.groups), self.embedding.takes_spans)
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -144,10 +156,14 @@ class Decoder:
     def __call__(self, run: Run) -> tuple[Tensor, ...]:
         x, residual = self.embedding(run), None
         for layer in self.layers:
-            is_last = layer is self.layers[-1]  # after its mixer, rows are independent of each other
-            x, residual = layer(run, x, residual, run.inputs[LOGIT_ROWS] if is_last else None)
-        x, _ = self.norm(run, x, residual)
-        return self.head(run, x), x
+            # After the last mixer, rows are independent of each other.
+            selects = layer is self.layers[-1] and not self.has_states
+            x, residual = layer(run, x, residual, run.inputs[LOGIT_ROWS] if selects else None)
+        states, _ = self.norm(run, x, residual)
+        if not self.has_states:
+            return self.head(run, states), states
+        x = run.ops.gather_rows(states, run.inputs[LOGIT_ROWS])
+        return self.head(run, x), x, states
 
 
 def _check_ranks(config: DecoderConfig, num_ranks: int) -> None:

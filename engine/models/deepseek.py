@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.config import DecoderConfig, read_decoder
+from engine.models.config import read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
 from engine.models.latent_attention import LatentAttention, LatentOptions, read_latent, with_rotated_dim
 from engine.models.layers import Place
 from engine.models.mixture_config import deepseek_mixture, mistral_mixture, softmax_mixture
+from engine.models.mtp import DEEPSEEK, MtpFamily
 from engine.models.weights import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV2(DecoderConfig):
+class DeepseekV2(MtpFamily):
     """Configuration of a DeepSeek V2 model."""
 
     latent: LatentOptions
@@ -35,9 +36,9 @@ class DeepseekV2(DecoderConfig):
         return read_decoder(cls, with_rotated_dim(keys, latent), own)
 
     def network(self, shard: Shard) -> Decoder:
-        return Decoder.of(self, shard, self._layer)
+        return Decoder.of(self, shard, self.layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
+    def layer(self, place: Place) -> DecoderLayer:
         parts = LatentAttention.of(self, place, self.latent), mlp_of(self, place, self.mlp_bias)
         return DecoderLayer.of(self, place, parts)
 
@@ -46,6 +47,7 @@ class DeepseekV3(DeepseekV2):
     """Configuration of a DeepSeek V3 or R1 model, and of Kimi K2 and GLM-4.7-Flash."""
 
     mixture_of = staticmethod(deepseek_mixture)
+    mtp_layout = DEEPSEEK
 
 
 class Mistral4(DeepseekV2):

@@ -16,6 +16,8 @@ from engine.models.mixture_config import deepseek_mixture
 class Dots1(Glm4Moe):
     """Configuration of a dots.llm1 model."""
 
+    mtp_layout = None
+
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Dots1:
         num_layers, window = whole_number(keys, "num_hidden_layers"), keys.get("sliding_window", 4096)

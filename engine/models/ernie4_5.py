@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.attention import Attention, AttentionOptions
-from engine.models.config import DecoderConfig, read_decoder
+from engine.models.config import read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
 from engine.models.layers import Place
+from engine.models.mtp import ERNIE, MtpFamily
 from engine.models.weights import Shard
 
 # The defaults of transformers for keys that config.json does not have
@@ -18,10 +19,11 @@ DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "ro
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ernie45(DecoderConfig):
+class Ernie45(MtpFamily):
     """Configuration of an ERNIE 4.5 model."""
 
     use_bias: bool
+    mtp_layout = ERNIE
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Ernie45:
@@ -29,8 +31,8 @@ class Ernie45(DecoderConfig):
         return read_decoder(cls, given, {"has_rotary_pairs": True, "use_bias": bool(keys.get("use_bias"))})
 
     def network(self, shard: Shard) -> Decoder:
-        return Decoder.of(self, shard, self._layer)
+        return Decoder.of(self, shard, self.layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
+    def layer(self, place: Place) -> DecoderLayer:
         attention = Attention.of(self, place, AttentionOptions(self.use_bias, self.use_bias))
         return DecoderLayer.of(self, place, (attention, mlp_of(self, place, self.use_bias)))

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.models.attention import HEADS, Attention, AttentionOptions
-from engine.models.config import DecoderConfig, read_decoder
+from engine.models.config import read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
 from engine.models.layers import Place
 from engine.models.mixture_config import deepseek_mixture
+from engine.models.mtp import DEEPSEEK, MtpFamily, MtpLayout
 from engine.models.weights import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glm4Moe(DecoderConfig):
+class Glm4Moe(MtpFamily):
     """Configuration of a GLM-4 model with mixtures of experts."""
 
     attention_bias: bool
     output_bias: bool  # bias of the attention's output projection
     has_head_norms: bool
+    mtp_layout: ClassVar[MtpLayout | None] = DEEPSEEK
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Glm4Moe:
@@ -36,9 +38,9 @@ class Glm4Moe(DecoderConfig):
         return read_decoder(cls, {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, **keys}, own)
 
     def network(self, shard: Shard) -> Decoder:
-        return Decoder.of(self, shard, self._layer)
+        return Decoder.of(self, shard, self.layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
+    def layer(self, place: Place) -> DecoderLayer:
         norms, window = HEADS if self.has_head_norms else "", self.window(place.layer)
         options = AttentionOptions(self.attention_bias, self.output_bias, norms=norms, window=window)
         return DecoderLayer.of(self, place, (Attention.of(self, place, options), mlp_of(self, place)))

@@ -24,6 +24,8 @@ EMBEDDING_ROWS = "embedding_rows"  # i32 [T]: row of SPAN_EMBEDDINGS that replac
 SPAN_EMBEDDINGS = "span_embeddings"  # f32 [E, H]
 ROWS = ("query_starts", "context_lens")  # the tokens of each request, and how many it has in the cache
 LOGITS, HIDDEN = "logits", "hidden"  # names of outputs
+STATES = "states"  # output f32 [T, H]: the last hidden states of all tokens, if a layer drafts from them
+PREVIOUS_STATES = "previous_states"  # input f32 [T, H] of such a layer: the state of the token before each token
 
 
 def step_inputs(num_groups: int, takes_spans: bool = False) -> tuple[str, ...]:
@@ -58,11 +60,15 @@ class Place:
 
     shard: Shard
     layer: int | None = None  # index of the decoder layer; None: outside of the decoder layers
+    prefix: str | None = None  # of the names of its tensors and weights; None: that of the decoder layer
 
     def weight(self, name: str, parts: Iterable[tuple[str, tuple[Share, ...]]], format: Format = FLOAT32) -> Weight:
         """Return the weight `name`. `parts` are names of checkpoint tensors, each with the shares of its axes."""
         prefix = "" if self.layer is None else f"layers.{self.layer}."
-        made_of = tuple(Part(f"model.{prefix}{tensor}", axes) for tensor, axes in parts)
+        of_tensors = f"model.{prefix}"
+        if self.prefix is not None:
+            prefix = of_tensors = self.prefix
+        made_of = tuple(Part(f"{of_tensors}{tensor}", axes) for tensor, axes in parts)
         own = self.shard.format_of([part.tensor for part in made_of])
         return Weight(f"{prefix}{name}", made_of, own or format)
 

@@ -28,7 +28,8 @@ ERNIE = ("ernie4_5", "ernie4_5_moe")
 # Keys of mixtures of experts for which Paddle and transformers have different defaults
 MIXTURE_KEYS = tuple(f"moe_{name}" for name in ("k", "num_experts", "num_shared_experts", "intermediate_size"))
 MIXTURE_KEYS += ("moe_layer_start_index", "moe_layer_interval")
-TURNED = ("_proj", ".mlp.gate")  # ends of the names of linear layers, with the router of a mixture of experts
+# Ends of the names of linear layers, with the router of a mixture of experts and the projection of an MTP layer.
+TURNED = ("_proj", ".mlp.gate", ".mtp_linear_proj.0")
 LM_HEAD = "lm_head.weight"
 ERNIE_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}  # Paddle's, for keys that are missing
 LOADABLE = {  # all that unpickling an array needs; other names could run code

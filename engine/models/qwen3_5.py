@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from engine.models.attention import HEADS, Attention, AttentionOptions
-from engine.models.config import DecoderConfig, layer_kinds, read_decoder
+from engine.models.config import layer_kinds, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
 from engine.models.gated_delta_net import DeltaNetOptions, GatedDeltaNet
 from engine.models.keys import an_object, whole_number
 from engine.models.layers import Place
 from engine.models.mixture_config import MixtureConfig, refuse_other_values
+from engine.models.mtp import QWEN, MtpFamily
 from engine.models.weights import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen35(DecoderConfig):
+class Qwen35(MtpFamily):
     """Configuration of a dense Qwen3.5 model."""
 
     are_linear: tuple[bool, ...]  # of each layer: whether it is Gated DeltaNet
     delta_net: DeltaNetOptions
     defaults: ClassVar[Mapping[str, Any]] = {"partial_rotary_factor": 0.25}  # for missing keys
+    mtp_layout = QWEN
     is_grouped: ClassVar[bool] = False  # layout of the projections of Gated DeltaNet
 
     @classmethod
@@ -45,10 +47,13 @@ class Qwen35(DecoderConfig):
         """Return the mixtures of experts of the model, or None if it has none."""
         return None
 
-    def network(self, shard: Shard) -> Decoder:
-        return Decoder.of(self, shard, self._layer)
+    def with_mtp_layer(self) -> Qwen35:
+        return replace(super().with_mtp_layer(), are_linear=(*self.are_linear, False))
 
-    def _layer(self, place: Place) -> DecoderLayer:
+    def network(self, shard: Shard) -> Decoder:
+        return Decoder.of(self, shard, self.layer)
+
+    def layer(self, place: Place) -> DecoderLayer:
         assert place.layer is not None
         is_linear, options = self.are_linear[place.layer], AttentionOptions(norms=HEADS, has_gate=True)
         mixer = GatedDeltaNet.of(self, place, self.delta_net) if is_linear else Attention.of(self, place, options)

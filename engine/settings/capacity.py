@@ -128,8 +128,9 @@ class Capacity:
         "SPECULATE_METHOD",
         "several tokens are tried in a step, with the same answers: `ngram` tries what followed the same tokens before,"
         " `suffix` what followed the longest match in the request and in recent answers to the same API key, `draft`"
-        " what a smaller model would write (SPECULATE_MODEL_PATH)",
-        choices=("none", "ngram", "suffix", "draft"),
+        " what a smaller model would write (SPECULATE_MODEL_PATH), `mtp` what the layer of the checkpoint that is made"
+        " for it writes",
+        choices=("none", "ngram", "suffix", "draft", "mtp"),
         synonyms={"draft_model": "draft"},  # vLLM's name
     )
     speculate_model_path: str = setting(

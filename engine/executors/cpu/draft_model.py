@@ -1,26 +1,45 @@
-"""Draft model on the CPU: a second exported graph, whose KV cache has the block ids of the target model."""
+"""Draft model and MTP layer on the CPU: a second graph, whose KV cache has the block ids of the target model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from engine import graph
-from engine.core.cache_groups import PAGED, CacheGroup
+from engine.core.cache_groups import PAGED
 from engine.core.types import Batch, Sampling
+from engine.executors.cpu.executor import CpuExecutor
 from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.draft_cache import DraftCache
 from engine.executors.model_drafts import CHUNK, DraftRow
 from engine.exporting.manifest import Manifest
-from engine.models.layers import LOGITS
+from engine.models.kv_cache import CacheSpec
+from engine.models.layers import HIDDEN, LOGITS, PREVIOUS_STATES
+from engine.models.mtp import MTP_GRAPH
 from engine.ops import cpu
 from engine.ops.sampling_rows import SamplingRows
 from engine.sampling_parameters import PARAMETERS
 
 # Penalties would need the tokens before; without them, drafts are only accepted less often.
 COPIED = [parameter.name for parameter in PARAMETERS if not parameter.is_penalty]
+
+
+class SlotSizes(NamedTuple):
+    """Sizes of the target model that its draft model shares, and the index of the cache group with the block ids."""
+
+    num_slots: int
+    max_blocks: int  # of the longest request
+    block_size: int
+    group: int
+
+    @classmethod
+    def of(cls, model: Manifest, num_slots: int) -> SlotSizes:
+        """Return the sizes of an exported model that serves so many requests at once."""
+        group = [each.kind for each in model.graph().cache_groups].index(PAGED)
+        return cls(num_slots, -(-model.max_seq_len // model.block_size), model.block_size, group)
 
 
 class CpuDraftModel:
@@ -30,18 +49,22 @@ class CpuDraftModel:
     computes the same probabilities draws the same tokens.
     """
 
-    def __init__(self, graph_dir: Path, num_slots: int, max_blocks: int, groups: Sequence[CacheGroup]):
-        """Load the exported draft model. `max_blocks` and `groups` are those of the target model."""
-        model = Manifest.read(graph_dir)
-        self.max_seq_len, self.vocab_size = model.max_seq_len, model.vocab_size
-        self._specs = model.graph().caches
-        self.block_bytes = sum(spec.block_bytes for spec in self._specs)
-        group = [each.kind for each in groups].index(PAGED)
-        self.cache = DraftCache(num_slots, max_blocks, model.block_size, group)
-        self._block_size = model.block_size
-        self._program = CpuProgram(*graph.load(graph_dir))
+    def __init__(self, program: CpuProgram, specs: Sequence[CacheSpec], max_seq_len: int, sizes: SlotSizes):
+        """Take the program of the draft model and its caches. `sizes` are those of the target model."""
+        self.max_seq_len, num_slots = max_seq_len, sizes.num_slots
+        self._specs = specs
+        self.block_bytes = sum(spec.block_bytes for spec in specs)
+        self.cache = DraftCache(num_slots, sizes.max_blocks, sizes.block_size, sizes.group)
+        self._block_size = sizes.block_size
+        self._program = program
         self._caches: dict[str, np.ndarray] = {}
         self._rows = SamplingRows.greedy(num_slots)  # its `counter` is not used
+
+    @classmethod
+    def load(cls, graph_dir: Path, sizes: SlotSizes) -> CpuDraftModel:
+        """Load an exported draft model."""
+        model = Manifest.read(graph_dir)
+        return cls(CpuProgram(*graph.load(graph_dir)), model.graph().caches, model.max_seq_len, sizes)
 
     def allocate(self, num_blocks: int) -> None:
         self._caches.clear()
@@ -71,13 +94,16 @@ class CpuDraftModel:
     def run(self, rows: Sequence[DraftRow]) -> list[int]:
         """Compute the tokens of the rows, and return a token for each row that samples; a negative one if none can be
         sampled."""
-        logits = self._program.run(self._inputs(rows))[LOGITS]
         sampling = [row for row in rows if row.samples]
+        logits = self._logits(rows, sampling)
         values = SamplingRows(self._rows.values[[row.slot for row in sampling]])
         if not values.temperature.any():  # the sampler takes longer than a small model
             return logits.argmax(axis=1).tolist() if sampling else []
         values.counter[:] = [row.num_answered for row in sampling]
         return cpu.sample(logits, values).token_ids.tolist()
+
+    def _logits(self, rows: Sequence[DraftRow], sampling: Sequence[DraftRow]) -> np.ndarray:
+        return self._program.run(self._inputs(rows))[LOGITS]
 
     def _set_sampling(self, slot: int, sampling: Sampling) -> None:
         for name in COPIED:
@@ -111,3 +137,30 @@ class CpuDraftModel:
             "block_tables": self.cache.tables[slots, :width],
             "logit_rows": (query_starts[1:] - 1)[[row.samples for row in rows]],
         }
+
+
+class CpuMtpLayer(CpuDraftModel):
+    """The MTP layer of the target model. It shares the embedding and the output projection with it."""
+
+    def __init__(self, executor: CpuExecutor, model: Manifest, num_slots: int):
+        """Load the layer of the exported model that `executor` runs."""
+        program, specs = executor.load_graph(MTP_GRAPH), model.graph(MTP_GRAPH).caches
+        self._executor, self._hidden_size = executor, program.width_of(PREVIOUS_STATES)
+        self.drafted_states: dict[int, np.ndarray] = {}
+        super().__init__(program, specs, model.max_seq_len, SlotSizes.of(model, num_slots))
+
+    @property
+    def step_states(self) -> np.ndarray:
+        """Return the last hidden states of the tokens of the last step, f32 [tokens, H], valid until the next."""
+        assert self._executor.states is not None
+        return self._executor.states
+
+    def _logits(self, rows: Sequence[DraftRow], sampling: Sequence[DraftRow]) -> np.ndarray:
+        given = [
+            np.zeros((len(row.token_ids), self._hidden_size)) if row.states is None else row.states for row in rows
+        ]
+        inputs = self._inputs(rows) | {PREVIOUS_STATES: np.concatenate(given, dtype=np.float32)}
+        outputs = self._program.run(inputs)
+        for row, state in zip(sampling, outputs[HIDDEN], strict=True):
+            self.drafted_states[row.slot] = state[None].copy()
+        return outputs[LOGITS]

@@ -21,7 +21,7 @@ from engine.executors.spans import SlotSpans
 from engine.executors.step import Mask, StepInThread
 from engine.exporting.manifest import Manifest
 from engine.models.kv_cache import BLOCK
-from engine.models.layers import HIDDEN, LOGITS
+from engine.models.layers import HIDDEN, LOGITS, STATES
 from engine.ops import cpu
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -62,14 +62,16 @@ class CpuExecutor:
         self.cache_groups = model.graph().cache_groups
         max_blocks = -(-model.max_seq_len // self.block_size)
         self._slots = Slots(config.batch_size, max_blocks, self.block_size, model.vocab_size, self.cache_groups)
+        self.states: np.ndarray | None = None  # f32 [tokens, H] of the last step, until the next, if the graph has them
         self._slots.spans = SlotSpans.of(loaded, config.batch_size)
         self.takes_spans = self._slots.spans is not None
         self.thread = ThreadPoolExecutor(1, "step")  # speculative decoding drafts in it, too
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 
     def load_graph(self, name: str) -> CpuProgram:
-        """Load another graph of the model. Raises ModelError that lists the graphs there are."""
-        return CpuProgram(*graph.load(*self._files, name))
+        """Load another graph of the model, which shares parameters of the same name with this one. Raises ModelError
+        that lists the graphs there are."""
+        return CpuProgram(*graph.load(*self._files, name), self._program)
 
     def free_bytes(self) -> int:
         return max(0, free_memory_bytes() // self._num_sharing - self._adapters.reserved_bytes)
@@ -107,6 +109,7 @@ class CpuExecutor:
         inputs = self._slots.graph_inputs(batch)
         groups = self._adapters.groups(self._slots.adapters, batch, inputs) if self._slots.adapters else None
         outputs = self._program.run(inputs, groups and groups.array)
+        self.states = outputs.get(STATES)
         if not self._is_first or not (batch.has_prompt_outputs or any(row.num_sampled for row in batch.rows)):
             return StepOutput([], [])
         logits = outputs[LOGITS]

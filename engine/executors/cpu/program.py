@@ -26,6 +26,7 @@ from engine.paddle_files import release
 
 OF_LOGITS = "logit_rows"
 ALIGNMENT = 64  # bytes of a cache line
+Held = dict[str, tuple[tuple[str, int] | None, np.ndarray]]  # parameters by name: how they are packed, and the array
 
 
 class CpuProgram:
@@ -35,17 +36,23 @@ class CpuProgram:
     Raises GraphError for a graph with float16 parameters.
     """
 
-    def __init__(self, graph: Graph, params: Mapping[str, np.ndarray]):
+    def __init__(self, graph: Graph, params: Mapping[str, np.ndarray], shares: CpuProgram | None = None):
+        """Load a graph. Parameters that the program `shares` has by the same names are used together with it."""
         if halves := [name for name, value in graph.parameters.items() if value.dtype == "float16"]:
             raise GraphError(f"parameter {halves[0]} is float16, which only GPUs compute with: export with bfloat16")
         graph, numbers = widened(graph, params)
         self._graph = graph
         self._kernels = cpu.load()
-        self._params = {value.id: array for value, array in _copied(graph, numbers, self._kernels)}
+        self._held: Held = _copied(graph, numbers, self._kernels, shares._held if shares else {})
+        self._params = {graph.parameters[name].id: array for name, (_, array) in self._held.items()}
         self._caches: dict[int, np.ndarray] = {}
         self._inputs = {name: np.empty(0, held_as(value.dtype)) for name, value in graph.inputs.items()}
         self._fused = CallList(fuse(graph, NUMBER))
         self._adapted = CallList(fuse(graph, NUMBER, keep_products=True))  # for steps with adapters
+
+    def width_of(self, name: str) -> int:
+        """Return the size of the last axis of an input."""
+        return self._graph.inputs[name].shape[-1]
 
     def set_caches(self, caches: Mapping[str, np.ndarray]) -> None:
         """Set the caches that every step updates, by the names of the graph's inputs. An empty mapping releases the
@@ -77,7 +84,11 @@ class CpuProgram:
             rooms = (self._inputs["token_ids"].size, self._inputs[OF_LOGITS].size)
             calls.bind(given | self._params | self._caches, rooms)
         self._kernels.run(calls.address, len(calls.records), counts)
-        return {name: calls.arrays[value.id][:num_logits] for name, value in self._graph.outputs.items()}
+        num_rows = counts.tokens, num_logits
+        return {
+            name: calls.arrays[value.id][: num_rows[calls.has_logit_rows(value)]]
+            for name, value in self._graph.outputs.items()
+        }
 
     def _clear(self) -> None:
         for calls in (self._fused, self._adapted):
@@ -92,6 +103,10 @@ class CallList:
         self._root = _roots(graph)
         self._of_logits = graph.values_by_rows_of(OF_LOGITS)
         self.clear()
+
+    def has_logit_rows(self, value: Value) -> bool:
+        """Return whether a value has a row for each logit row, not for each token."""
+        return value.id in self._of_logits
 
     def clear(self) -> None:
         self.arrays: dict[int, np.ndarray] = {}
@@ -164,10 +179,9 @@ def _roots(graph: Graph) -> dict[int, int]:
     return roots
 
 
-def _copied(
-    graph: Graph, params: Mapping[str, np.ndarray | Widened], kernels: CpuOps
-) -> list[tuple[Value, np.ndarray]]:
-    """Copy the parameters into aligned memory in large pages, in the packed layout where the op has one."""
+def _copied(graph: Graph, params: Mapping[str, np.ndarray | Widened], kernels: CpuOps, held: Held) -> Held:
+    """Copy the parameters into aligned memory in large pages, in the packed layout where the op has one. Those that are
+    `held` in the same layout are not copied again."""
     packings = {
         value.id: (node.op, _num_matrices(node))
         for node in graph.nodes
@@ -176,6 +190,8 @@ def _copied(
         if value and declared.is_packable
     }
     packing_of = {name: packings.get(graph.parameters[name].id) for name in params}
+    shared = {name: held[name] for name in params if name in held and held[name][0] == packing_of[name]}
+    params = {name: array for name, array in params.items() if name not in shared}
     packed = {
         name: kernels.packed_bytes(op, array.shape, array.dtype.itemsize, num_matrices)
         for name, array in params.items()
@@ -185,7 +201,7 @@ def _copied(
     }
     sizes = [packed.get(name) or array.nbytes for name, array in params.items()]
     starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
-    memory, copies = large_pages(starts[-1]), []
+    memory, copies = large_pages(starts[-1]), dict(shared)
     for (name, array), start in zip(params.items(), starts, strict=False):
         copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
         if (packing := packing_of[name]) and packed.get(name):
@@ -196,7 +212,7 @@ def _copied(
             np.copyto(copy, array)
         if isinstance(array, np.ndarray):
             release(array)  # it would count as memory of this process a second time
-        copies.append((graph.parameters[name], copy))
+        copies[name] = packing_of[name], copy
     return copies
 
 

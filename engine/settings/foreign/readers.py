@@ -13,6 +13,8 @@ from engine.settings.foreign.row import OptionMeaning
 UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
 DEFAULT_BATCH_SIZE = 50
 METHODS = {"ngram": "ngram", "ngram_match": "ngram", "suffix": "suffix", "draft_model": "draft", "draft": "draft"}
+MTP_FAMILIES = ("deepseek", "ernie", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5")  # vLLM's NAME_mtp
+METHODS |= dict.fromkeys(("mtp", *(f"{family}_mtp" for family in MTP_FAMILIES)), "mtp")
 
 
 def object_of(name: str, text: str) -> dict[str, Any]:
@@ -32,12 +34,14 @@ def speculation(name: str, text: str, _: Mapping[str, str]) -> OptionMeaning:
     method = config.pop("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model" if model else None)
     if method not in METHODS:
         raise ConfigError(
-            f"{name}: the method {method!r} is not supported, it must be ngram, suffix or draft_model: layers of the"
-            " model itself (mtp, eagle) do not draft yet"
+            f"{name}: the method {method!r} is not supported, it must be ngram, suffix, mtp or draft_model: an EAGLE"
+            " head does not draft yet"
         )
     meaning = OptionMeaning({"SPECULATE_METHOD": METHODS[method]})
     if METHODS[method] == "draft" and model:
         meaning.settings["SPECULATE_MODEL_PATH"] = str(model)
+    elif METHODS[method] == "mtp" and model:
+        meaning.notes.append(f"{name}: model has no effect: the layer that drafts is read from the served checkpoint")
     names = {
         "num_speculative_tokens": "SPECULATE_MAX_DRAFT_TOKEN_NUM",
         "prompt_lookup_max": "SPECULATE_MAX_NGRAM_SIZE",

@@ -139,7 +139,7 @@ def test_values_of_other_servers_are_translated(arguments, environ):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ('--speculative-config {"method":"mtp"}', "the method 'mtp' is not supported, it must be ngram"),
+        ('--speculative-config {"method":"eagle3"}', "the method 'eagle3' is not supported, it must be ngram"),
         ("--speculative-config ngram", "--speculative-config is 'ngram', which is not valid JSON"),
         ("--speculative-config [1]", "--speculative-config is '[1]', it must be a JSON object"),
         ('--graph-optimization-config {"cudagraph_only_prefill":true}', "cudagraph_only_prefill is not supported"),

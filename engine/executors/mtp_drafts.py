@@ -1,0 +1,143 @@
+"""Drafts of the model's own MTP layer, which needs the last hidden state of each token beside the token behind it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from engine.core.types import Batch, Row
+from engine.executors.draft_policy import DraftPolicy
+from engine.executors.drafted_slot import DraftedSlot, Drafts
+from engine.executors.model_drafts import CHUNK, SHORT, DraftModel, DraftRow, ModelDrafts, Wish
+
+
+class MtpLayer(DraftModel, Protocol):
+    """An MTP layer on a device."""
+
+    drafted_states: dict[int, np.ndarray]  # f32 [1, H] by slot: its own hidden state of the last token it has sampled
+
+    @property
+    def step_states(self) -> np.ndarray: ...
+
+
+class Unread(NamedTuple):
+    """Hidden states of known tokens of a slot that the layer has not read, from position `start` on."""
+
+    start: int
+    states: np.ndarray  # f32 [n, H]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.states)
+
+
+class MtpDrafts(ModelDrafts):
+    """Source of drafts that owns an MTP layer.
+
+    Position p of the layer reads the hidden state of token p and the token p + 1, and drafts token p + 2. The states of
+    a step exist only until the next one, so they are kept until the layer reads them: when it drafts, or at the latest
+    when a slot has more than SHORT of them, as after a piece of a prompt. They are dropped instead while reading has
+    cost more than drafts have saved. States that were dropped or never seen, such as those of the last tokens of a
+    cached prefix, are read as zeros; a request that lacks more than SHORT of them has no drafts.
+    """
+
+    method = "mtp"
+    _model: MtpLayer
+
+    def __init__(self, model: MtpLayer, vocab_size: int):
+        super().__init__(model, vocab_size)
+        self._unread: dict[int, Unread] = {}
+
+    def begin(self, batch: Batch, slots: Mapping[int, DraftedSlot]) -> None:
+        super().begin(batch, slots)
+        for arrival in batch.arrivals:
+            self._unread.pop(arrival.slot, None)
+
+    def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
+        states, first, step_s = self._model.step_states, 0, (policy and policy.step_s(len(rows))) or float("inf")
+        for row in rows:
+            of_row = states[first : first + len(row.token_ids)]
+            first += len(row.token_ids)
+            for slot in (row.slot, *row.forks):
+                num_known = len(slots[slot].token_ids) - 1 - row.start  # those before a known token
+                self._keep(slot, Unread(row.start, of_row[: max(num_known, 0)]))
+        long = {slot: unread for slot, unread in self._unread.items() if len(unread.states) > SHORT}
+        if not self._costs.may_read(sum(len(unread.states) for unread in long.values()), step_s):
+            for slot in long:
+                del self._unread[slot]
+            return
+        unread_rows = [self._all_but_last(slot, slots[slot].token_ids) for slot in long]
+        for piece in _pieces(unread_rows):
+            began = time.perf_counter()
+            self._model.run(piece)
+            self._costs.observe(0, sum(len(row.token_ids) for row in piece), time.perf_counter() - began)
+
+    def drafts(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], max_drafts: int, policy: DraftPolicy | None
+    ) -> Drafts:
+        able = [row if self._has_last(row.slot, slots[row.slot]) else row._replace(max_drafts=0) for row in rows]
+        return super().drafts(able, slots, max_drafts, policy)
+
+    def _has_last(self, slot: int, request: DraftedSlot) -> bool:
+        """Return whether the state is there from which the layer drafts."""
+        unread = self._unread.get(slot)
+        return unread is not None and unread.end == len(request.token_ids) - 1
+
+    def _keep(self, slot: int, new: Unread) -> None:
+        """Keep new states of a slot, unless too many before them are missing."""
+        old = self._unread.get(slot)
+        if old and old.end == new.start:
+            self._unread[slot] = Unread(old.start, np.concatenate([old.states, new.states]))
+        elif len(new.states) and new.start - self._model.cache.num_valid(slot) <= SHORT:
+            self._unread[slot] = Unread(new.start, new.states.copy())
+
+    def _row(self, slot: int, token_ids: Sequence[int]) -> DraftRow:
+        """Return a row that reads the states of a slot. `token_ids` are all its known tokens."""
+        unread = self._unread.pop(slot)
+        start = min(self._model.cache.num_valid(slot), unread.start)
+        self._model.cache.advance(slot, unread.end)
+        states = np.pad(unread.states, ((unread.start - start, 0), (0, 0)))
+        return DraftRow(slot, start, token_ids[start + 1 : unread.end + 1], False, 0, states)
+
+    def _all_but_last(self, slot: int, token_ids: Sequence[int]) -> DraftRow:
+        """Return a row that reads the states of a slot except the last one, from which the layer drafts later."""
+        start, states = self._unread[slot]
+        self._unread[slot] = Unread(start, states[:-1])
+        row = self._row(slot, token_ids)
+        self._unread[slot] = Unread(start + len(states) - 1, states[-1:].copy())
+        return row
+
+    def _first_rows(self, wishes: Sequence[Wish], step_s: float) -> tuple[list[DraftRow], list[Wish]]:
+        rows = [
+            self._row(wish.slot, wish.token_ids)._replace(
+                samples=True, num_answered=len(wish.token_ids) - wish.prompt_len
+            )
+            for wish in wishes
+        ]
+        return rows, list(wishes)
+
+    def _next_row(self, wish: Wish, drafts: Sequence[int]) -> DraftRow:
+        position = len(wish.token_ids) + len(drafts) - 2
+        num_answered = position + 2 - wish.prompt_len
+        return DraftRow(wish.slot, position, drafts[-1:], True, num_answered, self._model.drafted_states[wish.slot])
+
+
+def _pieces(rows: Sequence[DraftRow]) -> Iterator[list[DraftRow]]:
+    """Yield the rows in lists of at most CHUNK tokens. A longer row is divided."""
+    piece: list[DraftRow] = []
+    room = CHUNK
+    for row in rows:
+        while row.token_ids:
+            assert row.states is not None
+            piece.append(row._replace(token_ids=row.token_ids[:room], states=row.states[:room]))
+            count = len(piece[-1].token_ids)
+            row = row._replace(start=row.start + count, token_ids=row.token_ids[count:], states=row.states[count:])
+            room -= count
+            if not room:
+                yield piece
+                piece, room = [], CHUNK
+    if piece:
+        yield piece

@@ -1,0 +1,220 @@
+"""MTP layers draft what transformers' decoder layers compute with their weights (tests/golden/mtp), and change no
+answer."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.core.loop import EngineLoop
+from engine.core.types import Request, Sampling
+from engine.errors import ConfigError
+from engine.executors import make_executor, make_mtp_source
+from engine.executors.drafting import with_drafts
+from engine.exporting.by_settings import options_of
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.manifest import Manifest
+from engine.graph import load
+from engine.models.families import FAMILIES
+from engine.models.keys import ModelError
+from engine.models.layers import LOGITS
+from engine.models.mtp import MTP_GRAPH, MtpFamily
+from engine.settings.config import Config
+from tests.mtp_checkpoints import NAMES, make_mtp_checkpoint, make_right
+from tests.pure.executors.test_draft_model import run
+from tests.quantized_checkpoints import change_tensors
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests/golden/mtp"
+BLOCK_SIZE = 16
+BASE = Config(max_dec_len=64, batch_size=8, max_num_batched_tokens=48, block_bs=4, cpu_threads=1, device="cpu")
+NUM_DRAFTS = 4
+LAYOUTS = ("glm4_moe", "ernie4_5_moe", "qwen3_5_text")  # one family of each
+DRAFTING = replace(BASE, speculate_method="mtp", speculate_max_draft_token_num=NUM_DRAFTS)
+
+
+@pytest.fixture(scope="module")
+def graph_dir(tmp_path_factory):
+    """Return a function that exports the checkpoint of a family with its MTP layer."""
+    made = {}
+
+    def exported(family: str, is_right: bool = False) -> Path:
+        if (family, is_right) not in made:
+            out = made[family, is_right] = tmp_path_factory.mktemp(family) / "out"
+            checkpoint = make_mtp_checkpoint(out.parent / "checkpoint", family)
+            if is_right:
+                make_right(checkpoint, family)
+            export(checkpoint, out, ExportOptions(block_size=BLOCK_SIZE, mtp=True))
+        return made[family, is_right]
+
+    return exported
+
+
+def log_softmax(logits):
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in LAYOUTS else pytest.param(family, marks=pytest.mark.slow) for family in NAMES]
+)
+def test_drafts_behind_a_prompt_are_those_of_the_reference(family, graph_dir):
+    """The prompts are computed in chunks of 24 tokens, and then once more with what the prefix cache has of them."""
+    executor = make_executor(graph_dir(family), BASE)
+    source = make_mtp_source(executor, Manifest.read(graph_dir(family)), DRAFTING)
+    drafting = with_drafts(executor, DRAFTING, None, source)
+    drafting.allocate(60)
+    program, found = source._model._program, []
+    compute = program.run
+    program.run = lambda inputs: [outputs := compute(inputs), found.append(outputs[LOGITS].copy())][0]
+    with np.load(GOLDEN / f"{family}.npz") as known:
+        loop = EngineLoop(drafting, 60, replace(DRAFTING, max_num_batched_tokens=24))
+        for length in (3, 70, 70):
+            prompt = known[f"prompt_{length}"].tolist()
+            request = Request("0", list(prompt), length, Sampling(8, temperature=0))
+            loop.add(request)
+            found.clear()
+            while sum(map(len, found)) < NUM_DRAFTS:
+                loop.step()
+            assert request.token_ids[length] == known[f"first_{length}"]
+            logprobs = log_softmax(np.concatenate(found)[:NUM_DRAFTS])
+            np.testing.assert_allclose(logprobs, known[f"logprobs_{length}"], rtol=0, atol=1e-3)
+            assert logprobs.argmax(axis=1).tolist() == known[f"tokens_{length}"].tolist()
+            while not loop.is_idle:
+                loop.step()
+    assert loop.stats()["num_cached_tokens"] == 64
+    drafting.close()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("glm4_moe", True, 400), ("glm4_moe", True, 14), ("qwen3_5_text", False, 400)],
+    ids=["right", "tiny pool", "wrong, with states"],
+)
+def test_answers_with_an_mtp_layer_are_those_without(case, graph_dir):
+    """The second round finds the prompts of the first in the prefix cache, with the layer's part of it."""
+    family, is_right, num_blocks = case
+    config = replace(BASE, block_ratio=0.9)
+    executor = make_executor(graph_dir(family, is_right), config)
+    executor.allocate(400)
+    expected, _ = run(executor, config, 400)
+    config = replace(DRAFTING, block_ratio=0.9)
+    source = make_mtp_source(executor, Manifest.read(graph_dir(family, is_right)), config)
+    drafting = with_drafts(executor, config, None, source)  # without a policy, so that all is drafted
+    drafting.allocate(num_blocks)
+    answers, loop = run(drafting, config, num_blocks, times=2)
+    drafting.close()
+    assert answers == expected
+    stats = loop.stats()
+    share = stats["num_accepted_tokens"] / stats["num_drafted_tokens"]
+    assert share > 0.6 if is_right else share < 0.4
+    assert (stats["num_preemptions"] > 0) == (num_blocks < 400)
+    assert stats["num_cached_tokens"] > 0
+
+
+def test_the_executor_of_the_settings_drafts(graph_dir):
+    answers = {}
+    for config in (BASE, DRAFTING):
+        executor = make_executor(graph_dir("glm4_moe", True), config)
+        executor.allocate(60)
+        answers[config], loop = run(executor, config, 60)
+        executor.close()
+    assert answers[BASE] == answers[DRAFTING]
+    assert loop.stats()["num_drafted_tokens/mtp/1"] > 0
+
+
+def test_the_next_turn_is_drafted_for_although_the_last_states_of_the_turn_before_were_never_read(graph_dir):
+    executor = make_executor(graph_dir("glm4_moe", True), BASE)
+    source = make_mtp_source(executor, Manifest.read(graph_dir("glm4_moe", True)), DRAFTING)
+    drafting = with_drafts(executor, DRAFTING, None, source)
+    drafting.allocate(60)
+    loop, token_ids = EngineLoop(drafting, 60, DRAFTING), list(range(40))
+    for _ in range(2):
+        request = Request("0", list(token_ids), len(token_ids), Sampling(41, temperature=0))
+        before = loop.stats()["num_accepted_tokens"]
+        loop.add(request)
+        while not loop.is_idle:
+            loop.step()
+        assert loop.stats()["num_accepted_tokens"] > before + 20
+        token_ids = [*request.token_ids, 5]
+    assert loop.stats()["num_cached_tokens"] == 80
+    drafting.close()
+
+
+def test_prompts_are_not_read_while_reading_costs_more_than_drafts_save(graph_dir):
+    executor = make_executor(graph_dir("glm4_moe", True), BASE)
+    source = make_mtp_source(executor, Manifest.read(graph_dir("glm4_moe", True)), DRAFTING)
+    source._costs.may_read = lambda num_tokens, step_s: False
+    drafting = with_drafts(executor, DRAFTING, None, source)
+    drafting.allocate(60)
+    loop = EngineLoop(drafting, 60, DRAFTING)
+    for length, drafts_any in ((70, False), (5, True)):
+        loop.add(Request("0", list(range(length)), length, Sampling(40, temperature=0)))
+        while not loop.is_idle:
+            loop.step()
+        assert (loop.stats()["num_drafted_tokens"] > 0) == drafts_any
+    drafting.close()
+
+
+def test_tables_are_shared_with_the_model_unless_the_layer_has_its_own(graph_dir, tmp_path):
+    model = Manifest.read(graph_dir("glm4_moe"))
+    executor = make_executor(graph_dir("glm4_moe"), BASE)
+    program = make_mtp_source(executor, model, DRAFTING)._model._program
+    tables = {"embed_tokens.weight", "lm_head.weight"}
+    for name in tables:
+        assert program._held[name][1] is executor._program._held[name][1]
+    executor.close()
+    checkpoint = make_mtp_checkpoint(tmp_path / "checkpoint", "glm4_moe")
+    own = "model.layers.3.shared_head.head.weight"
+    change_tensors(checkpoint, lambda tensors: tensors.update({own: 2 * tensors[own]}))
+    export(checkpoint, tmp_path / "out", ExportOptions(mtp=True))
+    params = load(tmp_path / "out", name=MTP_GRAPH)[1]
+    assert params.keys() & (tables | {own}) == {"embed_tokens.weight", own}
+    np.testing.assert_array_equal(params[own], 2 * load(tmp_path / "out")[1]["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (
+            "glm4_moe",
+            lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"),
+            "no layer that drafts .* is missing",
+        ),
+        ("glm4_moe", lambda tensors: tensors.pop("model.layers.3.hnorm.weight"), "hnorm.weight is missing"),
+        ("ernie4_5_moe", lambda tensors: tensors.update({"model.mtp_linear_proj.0.bias": np.ones(64)}), "has no place"),
+    ],
+)
+def test_a_checkpoint_whose_layer_is_not_complete_is_refused(family, change, message, tmp_path):
+    checkpoint = make_mtp_checkpoint(tmp_path / "checkpoint", family)
+    change_tensors(checkpoint, change)
+    with pytest.raises(ModelError, match=message):
+        export(checkpoint, tmp_path / "out", ExportOptions(mtp=True))
+
+
+def test_a_family_without_such_a_layer_is_refused(checkpoint, exported, tmp_path):
+    with pytest.raises(ModelError, match="config.json: model_type 'qwen2' has no layer that drafts"):
+        export(checkpoint("qwen2"), tmp_path / "out", ExportOptions(mtp=True))
+    with pytest.raises(ConfigError, match="was exported without the layer that drafts; export its checkpoint again"):
+        make_executor(exported("qwen2"), DRAFTING)
+
+
+def test_the_families_with_such_a_layer_are_documented():
+    section = (ROOT / "docs/operation.md").read_text().split("### MTP layer")[1].split("\n## ")[0]
+    documented = {name for row in re.findall(r"^\| (`.*?`) \|", section, re.M) for name in re.findall(r"`(\w+)`", row)}
+    known = {name for name, family in FAMILIES.items() if issubclass(family, MtpFamily) and family.mtp_layout}
+    assert documented - {"model_type"} == {name.removesuffix("_text") for name in known}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "gpu"}, "SPECULATE_METHOD is mtp, which is not supported on GPUs yet"),
+        ({"mp_num": 2}, "SPECULATE_METHOD is mtp and MP_NUM is 2: the layer that drafts needs a model of one rank"),
+    ],
+)
+def test_a_device_or_a_number_of_ranks_without_support_is_refused_before_the_export(changes, message, checkpoint):
+    with pytest.raises(ConfigError, match=message):
+        options_of(replace(DRAFTING, **changes), checkpoint("glm4_moe"))
