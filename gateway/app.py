@@ -39,6 +39,7 @@ from gateway.app_keys import (
     SERVED,
     TRITON,
     TRITON_TEXT,
+    VLLM_GENERATE,
     name_adapter,
     num_labels,
     served_name,
@@ -65,7 +66,7 @@ log = logging.getLogger(__name__)
 
 WITH_NATIVE_FIELDS: Sequence[ClientProtocol] = (NATIVE, TRITON_TEXT, TRITON)
 PROTOCOLS: Sequence[ClientProtocol] = (  # the first one that recognizes the body handles the request
-    *(NATIVE, OPENAI, RESPONSES, ANTHROPIC, EMBEDDINGS, *SCORING, TRITON_TEXT, TRITON),
+    *(NATIVE, OPENAI, RESPONSES, ANTHROPIC, EMBEDDINGS, *SCORING, VLLM_GENERATE, TRITON_TEXT, TRITON),
 )
 
 REQUEST_TIMEOUT_S = 300.0  # longest wait for the next answer of the model; a request may set its own `timeout`

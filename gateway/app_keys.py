@@ -23,6 +23,7 @@ from gateway.responses import ResponsesProtocol
 from gateway.retry import RetryingBackend
 from gateway.triton import TritonGenerateProtocol
 from gateway.triton.text import TritonTextProtocol
+from gateway.vllm_generate import VllmGenerateProtocol
 
 NATIVE, OPENAI, EMBEDDINGS = NativeProtocol(), OpenAIProtocol(), EmbeddingsProtocol()
 RESPONSES, ANTHROPIC, TRITON, TRITON_TEXT = (
@@ -32,6 +33,7 @@ RESPONSES, ANTHROPIC, TRITON, TRITON_TEXT = (
     TritonTextProtocol(),
 )
 SCORING = (ScoreProtocol(), RerankProtocol())
+VLLM_GENERATE = VllmGenerateProtocol()
 
 BACKEND = web.AppKey("backend", RetryingBackend)
 CONFIG = web.AppKey("config", Config)

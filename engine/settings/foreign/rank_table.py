@@ -34,13 +34,7 @@ ROWS: tuple[OptionRow, ...] = (
     refused(GLOBAL, ONE_SERVER, RANK_TABLE, read=_refuse),
     refused(LOCAL, ONE_SERVER, RANK_TABLE, read=_refuse),
     ignored(PORTS, "only instances with rank tables read it", RANK_TABLE),
-    refused(
-        "USE_OPENAI",
-        "vLLM's /generate is not served; /v1/completions takes the same fields",
-        RANK_TABLE,
-        harmless=("1",),
-        why="OpenAI's API and the native one are both served",
-    ),
+    ignored("USE_OPENAI", "OpenAI's API and vLLM's /generate are both served", RANK_TABLE),
     ignored("LLM_TOOLS_PATH", "the tools are on the PATH", RANK_TABLE),
     refused(
         "ASCEND_RT_VISIBLE_DEVICES", "Ascend devices are not supported; CUDA_VISIBLE_DEVICES chooses GPUs", RANK_TABLE
