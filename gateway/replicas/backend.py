@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
+
 from engine.errors import EngineUnavailable, Overloaded, RequestError, UnknownAnswer
 from engine.wire import (
     STORE,
@@ -23,6 +25,7 @@ from engine.wire import (
     owner_of,
 )
 from gateway.backend import RESTART_WITHIN_S, ModelLost, ModelUnreachable, timeout
+from gateway.replicas.metrics import samples
 from gateway.replicas.placement import prompt_keys
 from gateway.replicas.replica import Replica
 from gateway.replicas.replica_set import ReplicaSet
@@ -65,10 +68,12 @@ class ReplicatedBackend:
             state = None
         others = [each.state for each in self.replicas.others if each.state and each.state.ready]
         if (state is None or not state.ready) and others:
-            return others[0]
+            state = others[0]
         if state is None:
             raise ModelUnreachable("the model server does not answer, and no other replica does")
-        return state
+        if not with_metrics:
+            return state
+        return msgspec.structs.replace(state, metrics=[*(state.metrics or ()), *samples(self.replicas)])
 
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
         """End an open request, whichever replica computes it. One that missed the last poll may compute it, too."""
@@ -165,6 +170,7 @@ class _Placement:
             self._tried.append(replica)
         else:
             replica.suspend(str(error))
+            replica.num_lost += 1
             log.warning("%s: a request is sent to another replica: %s", replica.name, error)
         if self._received or isinstance(error, ModelLost):
             self._deadline = asyncio.get_running_loop().time() + self._timeout_s

@@ -33,6 +33,7 @@ class Replica:
         self._make_backend = make_backend
         self.backend = make_backend()
         self._open: set[OpenRequest] = set()
+        self.num_requests = self.num_lost = 0  # of this front end: sent to it; sent to another replica after a loss
 
     @property
     def is_ready(self) -> bool:
@@ -59,6 +60,7 @@ class Replica:
         opened = OpenRequest(self.known.num_uncached_tokens(keys), asyncio.Queue())
         reading = asyncio.create_task(_read(self.backend, body, timeout_s, opened.inbox))
         self._open.add(opened)
+        self.num_requests += 1
         try:
             while True:
                 answer = await opened.inbox.get()

@@ -13,6 +13,7 @@ from engine.settings.config import Config
 from engine.settings.tls import key_and_chain
 from engine.wire import Delta, Final, ModelState, Owner, Usage, write_answer
 from gateway.backend import ModelLost
+from gateway.metrics import as_text
 from gateway.replicas import backend as replicated
 from gateway.replicas.backend import ReplicatedBackend, with_seed
 from gateway.replicas.connections import ReplicaConnections, replica_credentials
@@ -160,6 +161,25 @@ def test_an_answer_continues_at_the_next_replica_with_its_tokens_and_its_seed():
         assert first == with_seed(ASK)
         assert rest == {**first, "resume_from": [2], "answer_ids": [[0, 1]]}
         assert not replicas.local.is_ready
+
+    run(scenario())
+
+
+def test_the_metrics_count_what_each_replica_got_and_lost():
+    async def scenario():
+        replicas = set_of(("ab", ModelLost("gone")), ("c",))
+        busy(replicas, 1)
+        await answer_of(replicas)
+        page = as_text((await ReplicatedBackend(replicas).probe(with_metrics=True)).metrics)
+        assert [line for line in page.splitlines() if not line.startswith("#")] == [
+            'llm_replica_ready{replica="local"} 0',
+            'llm_replica_ready{replica="replica 0"} 1',
+            'llm_replica_requests_total{replica="local"} 1',
+            'llm_replica_requests_total{replica="replica 0"} 1',
+            'llm_replica_lost_requests_total{replica="local"} 1',
+            'llm_replica_lost_requests_total{replica="replica 0"} 0',
+        ]
+        assert not (await ReplicatedBackend(replicas).probe()).metrics
 
     run(scenario())
 

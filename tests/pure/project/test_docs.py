@@ -31,6 +31,7 @@ from gateway.app import make_app
 from gateway.health import make_health_app
 from gateway.openai.request import OF_PROMPT, PASSED_ON
 from gateway.openai.unsupported_fields import REFUSED
+from gateway.replicas import metrics as replica_metrics
 from server_scripts.processes import LOG_NAMES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -279,6 +280,13 @@ def test_the_table_of_vllms_metrics_has_every_family_with_its_labels():
         for name in code_words(names)
     }
     assert documented == {each: labels for each, labels in families("m").items() if each[0].startswith("vllm:")}
+
+
+def test_the_table_of_the_metrics_of_replicas_is_the_codes():
+    documented = [
+        (name.strip("`"), kind, meaning) for name, kind, _, meaning in table("docs/metrics.md", "replica's family")
+    ]
+    assert documented == list(replica_metrics.FAMILIES)
 
 
 def test_the_table_of_fields_without_effect_has_each_with_its_reason():
