@@ -12,10 +12,12 @@ from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, export
 from engine.graph import load
 from engine.models.keys import ModelError
+from engine.models.mtp import MTP_GRAPH
 from engine.models.paddle_checkpoint import Turned
 from engine.models.stored import Joined
 from tests.checkpoints import make_checkpoint
 from tests.family_checkpoints import make_checkpoint as make_family
+from tests.mtp_checkpoints import make_mtp_checkpoint
 from tests.paddle_checkpoints import make_paddle_checkpoint
 
 
@@ -46,6 +48,17 @@ def test_every_number_of_the_checkpoint_is_found_again(family, given, files, opt
         assert ours.keys() == theirs.keys()
         for name in theirs:
             np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+
+
+def test_the_mtp_layer_of_ernie_is_found_again(tmp_path):
+    checkpoint = make_mtp_checkpoint(tmp_path / "checkpoint", "ernie4_5_moe")
+    in_paddle = make_paddle_checkpoint(checkpoint, tmp_path / "paddle")
+    for source, out in ((checkpoint, "wanted"), (in_paddle, "found")):
+        export(source, tmp_path / out, ExportOptions(mtp=True), lambda step: None)
+    wanted, found = (load(tmp_path / out, name=MTP_GRAPH)[1] for out in ("wanted", "found"))
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
 
 
 def test_keys_that_are_left_out_have_paddles_defaults(tmp_path):
