@@ -13,7 +13,8 @@ from engine.errors import ConfigError
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafting import DraftSource, with_drafts
 from engine.executors.memory import check_swap_space
-from engine.exporting.draft import check_mtp, export_draft_model
+from engine.exporting.by_settings import GRAPHS
+from engine.exporting.draft import check_layer, export_draft_model
 from engine.exporting.manifest import Manifest
 from engine.models.keys import ModelError
 from engine.settings.config import Config
@@ -43,12 +44,12 @@ def make_executor(
         check_gpus(config)
     if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
-    if config.speculate_method == "mtp":
-        check_mtp(graph_dir, config)
+    if config.speculate_method in GRAPHS:
+        check_layer(graph_dir, config)
     draft_dir = export_draft_model(graph_dir, config, tell) if machines.is_master else None
     if machines.num_hosts == 1:
         executor = make_host(graph_dir, config, owns_process=owns_process, tell=tell)
-        if config.speculate_method == "mtp":
+        if config.speculate_method in GRAPHS:
             return with_drafts(executor, config, DraftPolicy(), make_mtp_source(executor, manifest, config))
         return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config))
     from engine.executors.hosts import follow, lead
@@ -71,13 +72,15 @@ def make_draft_source(draft_dir: Path | None, manifest: Manifest, config: Config
 
 
 def make_mtp_source(executor: Executor, manifest: Manifest, config: Config) -> DraftSource:
-    """Load the MTP layer of the model that `executor`, of one rank on a CPU, has loaded."""
+    """Load the layer that drafts for the model that `executor`, of one rank on a CPU, has loaded: its MTP layer or its
+    EAGLE-3 head."""
     from engine.executors.cpu.draft_model import CpuMtpLayer
     from engine.executors.cpu.executor import CpuExecutor
     from engine.executors.mtp_drafts import MtpDrafts
 
-    assert isinstance(executor, CpuExecutor), "check_mtp refuses others"
-    return MtpDrafts(CpuMtpLayer(executor, manifest, config.batch_size), manifest.vocab_size)
+    assert isinstance(executor, CpuExecutor), "check_layer refuses others"
+    method = config.speculate_method
+    return MtpDrafts(CpuMtpLayer(executor, manifest, config.batch_size, method), manifest.vocab_size, method)
 
 
 def check_num_ranks(graph_dir: Path, manifest: Manifest, config: Config) -> None:

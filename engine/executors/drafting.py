@@ -57,7 +57,7 @@ def with_drafts(
     executor: Executor, config: Config, policy: DraftPolicy | None = None, source: DraftSource | None = None
 ) -> Executor:
     """Return `executor`, with drafts if SPECULATE_METHOD names a method. Without a policy all drafts are verified.
-    `source` makes the drafts of the methods `draft` and `mtp`."""
+    `source` makes the drafts of the methods `draft`, `mtp` and `eagle3`."""
     if config.speculate_method == "none":
         return executor
     source = source or LookupDrafts.of(config)

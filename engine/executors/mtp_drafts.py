@@ -1,4 +1,5 @@
-"""Drafts of the model's own MTP layer, which needs the last hidden state of each token beside the token behind it."""
+"""Drafts of the model's own MTP layer or of an EAGLE-3 head, which need a hidden state of each token beside the token
+behind it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from engine.executors.model_drafts import CHUNK, SHORT, DraftModel, DraftRow, Mo
 
 
 class MtpLayer(DraftModel, Protocol):
-    """An MTP layer on a device."""
+    """An MTP layer or an EAGLE-3 head on a device."""
 
     drafted_states: dict[int, np.ndarray]  # f32 [1, H] by slot: its own hidden state of the last token it has sampled
 
@@ -35,7 +36,7 @@ class Unread(NamedTuple):
 
 
 class MtpDrafts(ModelDrafts):
-    """Source of drafts that owns an MTP layer.
+    """Source of drafts that owns an MTP layer or an EAGLE-3 head.
 
     Position p of the layer reads the hidden state of token p and the token p + 1, and drafts token p + 2. The states of
     a step exist only until the next one, so they are kept until the layer reads them: when it drafts, or at the latest
@@ -44,11 +45,11 @@ class MtpDrafts(ModelDrafts):
     cached prefix, are read as zeros; a request that lacks more than SHORT of them has no drafts.
     """
 
-    method = "mtp"
     _model: MtpLayer
 
-    def __init__(self, model: MtpLayer, vocab_size: int):
+    def __init__(self, model: MtpLayer, vocab_size: int, method: str):
         super().__init__(model, vocab_size)
+        self.method = method
         self._unread: dict[int, Unread] = {}
 
     def begin(self, batch: Batch, slots: Mapping[int, DraftedSlot]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import SetupError
@@ -27,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: without weights")
     parser.add_argument("--hf-overrides", default="", help="a JSON object: what config.json says instead")
     parser.add_argument("--mtp", action="store_true", help="with the layer that drafts (SPECULATE_METHOD=mtp)")
+    parser.add_argument("--eagle3", default="", help="folder of an EAGLE-3 head (SPECULATE_METHOD=eagle3)")
     given = parser.parse_args(arguments)
     start = time.monotonic()
 
@@ -36,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         sizes = (given.block_size, given.max_seq_len, given.num_ranks)
         ranks, formats = tuple(given.ranks), (given.load_format, given.hf_overrides)
-        options = ExportOptions(given.dtype, given.quant_type, *sizes, ranks, given.int8_cache, *formats, given.mtp)
+        options = ExportOptions(given.dtype, given.quant_type, *sizes, ranks, given.int8_cache, *formats)
+        options = replace(options, mtp=given.mtp, eagle3=given.eagle3)
         with tempfile.TemporaryDirectory() as folder:
             export(as_checkpoint(given.checkpoint_dir, Path(folder)), given.out_dir, options, progress)
     except (SetupError, OSError) as error:

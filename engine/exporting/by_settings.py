@@ -9,16 +9,20 @@ from engine.errors import ConfigError
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import CONFIG
 from engine.models import support
+from engine.models.eagle3 import EAGLE3_GRAPH
 from engine.models.keys import read_json
+from engine.models.mtp import MTP_GRAPH
 from engine.models.quantization import is_fp8
 from engine.settings.config import Config
 from engine.settings.device import GPU, with_device
+
+GRAPHS = (MTP_GRAPH, EAGLE3_GRAPH)  # the methods that draft with a graph of the export, by its name
 
 
 def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
     """Return the options of the export. Unless a type is requested, 8-bit floats are kept on a GPU. Raises
     ConfigError, also for a family that the device cannot run."""
-    check_mtp_settings(config)
+    check_layer_settings(config)
     _check_device(config, checkpoint_dir)
     if config.dtype == "float16" and with_device(config).device != GPU:
         raise ConfigError(
@@ -33,7 +37,8 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
         int8_cache=config.use_cache_kv_int8,
         load_format=config.load_format,
         hf_overrides=config.hf_overrides,
-        mtp=config.speculate_method == "mtp",
+        mtp=config.speculate_method == MTP_GRAPH,
+        eagle3=str(config.draft_model_path) if config.speculate_method == EAGLE3_GRAPH else "",
     )
     is_free = (options.dtype, options.quant_type, options.load_format) == ("auto", "none", "auto")
     if not is_free or config.batch_invariant or not (checkpoint_dir / CONFIG).exists():
@@ -43,16 +48,20 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
     return options
 
 
-def check_mtp_settings(config: Config) -> None:
-    """Raise ConfigError if SPECULATE_METHOD is mtp and the device or the number of ranks does not support it."""
-    if config.speculate_method != "mtp":
+def check_layer_settings(config: Config) -> None:
+    """Raise ConfigError if SPECULATE_METHOD is one of GRAPHS and the device or the number of ranks does not support
+    it."""
+    method = config.speculate_method
+    if method not in GRAPHS:
         return
     if config.device == GPU or with_device(config).device == GPU:
-        raise ConfigError("SPECULATE_METHOD is mtp, which is not supported on GPUs yet; set it to ngram or suffix")
+        raise ConfigError(
+            f"SPECULATE_METHOD is {method}, which is not supported on GPUs yet; set it to ngram or suffix"
+        )
     if config.mp_num != 1:
         raise ConfigError(
-            f"SPECULATE_METHOD is mtp and MP_NUM is {config.mp_num}: the layer that drafts needs a model of one rank;"
-            " set MP_NUM=1, or SPECULATE_METHOD to draft, ngram or suffix"
+            f"SPECULATE_METHOD is {method} and MP_NUM is {config.mp_num}: the layer that drafts needs a model of one"
+            " rank; set MP_NUM=1, or SPECULATE_METHOD to draft, ngram or suffix"
         )
 
 

@@ -69,6 +69,8 @@ def _identity(checkpoint_dir: Path, options: ExportOptions) -> str:
     if options.load_format != "dummy":
         paths += rank_files(checkpoint_dir) or weight_files(checkpoint_dir)
     paths += copied_files(checkpoint_dir)
+    if options.eagle3:
+        paths += [Path(options.eagle3) / CONFIG, *weight_files(Path(options.eagle3))]
     files = [(path.name, path.stat().st_mtime_ns, _fingerprint(path)) for path in paths]
     return hashlib.sha256(json.dumps([GRAPH_VERSION, asdict(options), files]).encode()).hexdigest()[:16]
 

@@ -1,5 +1,5 @@
 """Export of a draft model (SPECULATE_METHOD=draft) for an exported model, and the checks that the two fit together, or
-that the model can draft for itself (SPECULATE_METHOD=mtp)."""
+that the export has a layer that drafts (SPECULATE_METHOD=mtp or eagle3)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 
 from engine.core.cache_groups import PAGED
 from engine.errors import ConfigError, SetupError
-from engine.exporting.by_settings import check_mtp_settings
+from engine.exporting.by_settings import GRAPHS, check_layer_settings
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import Manifest, is_exported
-from engine.models.mtp import MTP_GRAPH
 from engine.settings.config import Config
 from engine.settings.device import GPU, with_device
 from engine.text.tokenizer import Tokenizer
@@ -22,7 +21,7 @@ def export_draft_model(graph_dir: Path, config: Config, progress: Callable[[str]
     """Return the folder of the exported draft model, or None without one. Export it if necessary, for one rank and with
     the block size of the model in `graph_dir`. Raises ConfigError if the two do not fit together."""
     path, model = config.draft_model_path, Manifest.read(graph_dir)
-    if path is None:
+    if path is None or config.speculate_method in GRAPHS:
         return None
     if with_device(config).device == GPU:
         raise ConfigError("SPECULATE_METHOD is draft, which is not supported on GPUs yet; set it to ngram or suffix")
@@ -37,13 +36,14 @@ def export_draft_model(graph_dir: Path, config: Config, progress: Callable[[str]
     return path
 
 
-def check_mtp(graph_dir: Path, config: Config) -> None:
-    """Raise ConfigError unless the exported model has an MTP layer that can draft for it here."""
-    check_mtp_settings(config)
-    if MTP_GRAPH not in Manifest.read(graph_dir).graphs:
+def check_layer(graph_dir: Path, config: Config) -> None:
+    """Raise ConfigError unless the exported model has the layer that drafts for it, and it can do so here."""
+    check_layer_settings(config)
+    method = config.speculate_method
+    if method not in Manifest.read(graph_dir).graphs:
         raise ConfigError(
-            f"SPECULATE_METHOD is mtp, {graph_dir} was exported without the layer that drafts; export its checkpoint"
-            " again with --mtp"
+            f"SPECULATE_METHOD is {method}, {graph_dir} was exported without the layer that drafts; export its"
+            f" checkpoint again with --{method}"
         )
 
 

@@ -22,6 +22,7 @@ from engine.dtypes import WEIGHT_DTYPES
 from engine.exporting import head
 from engine.exporting.complete import complete_or_absent
 from engine.exporting.manifest import CONFIG, DECODER, GraphManifest, Manifest, rank_dir, refuse_static_graph
+from engine.models import eagle3
 from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors, text_part
 from engine.models.coded import Coded
 from engine.models.config import DecoderConfig
@@ -67,6 +68,7 @@ class ExportOptions:
     load_format: str = "auto"  # dummy: only the graph, made from config.json; the executor draws random weights
     hf_overrides: str = ""  # a JSON object: what config.json says instead
     mtp: bool = False  # the layer of the checkpoint that drafts tokens is a second graph
+    eagle3: str = ""  # folder of an EAGLE-3 head, which becomes a second graph
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -101,6 +103,7 @@ class Plan:
     keys: dict[str, Any]  # of config.json
     checkpoint: Checkpoint | None  # None: there are no weights
     scores: np.ndarray | None  # the head of a model that scores
+    draft_ids: np.ndarray | None = None  # the tokens of an EAGLE-3 head
 
     @property
     def weights(self) -> list[Weight]:
@@ -130,6 +133,8 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         _copy_files(checkpoint_dir, partial, progress)
         if plan.scores is not None:
             np.save(partial / head.FILE, plan.scores)
+        if plan.draft_ids is not None:
+            np.save(partial / eagle3.FILE, plan.draft_ids)
         digest = checkpoint.digest() if checkpoint else "none"
         added = manifest.config_keys() | {"infer_model_dtype": shards[0].dtype, "infer_model_checkpoint": digest}
         (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
@@ -147,6 +152,9 @@ def plan_of(checkpoint_dir: Path, options: ExportOptions, progress: OnProgress) 
     model = with_mtp(keys["model_type"], model, checkpoint) if options.mtp else model
     if checkpoint:
         scores = head.head_of(checkpoint_dir, keys, checkpoint, TABLE if model.tied_embeddings else LM_HEAD)
+    draft_ids = None
+    if options.eagle3:
+        model, checkpoint, draft_ids = eagle3.with_eagle3(model, checkpoint, Path(options.eagle3))
     shards = _shards(model, keys, checkpoint, options)
     if checkpoint:
         _report_quantization(keys, checkpoint, shards[0], progress)
@@ -155,7 +163,7 @@ def plan_of(checkpoint_dir: Path, options: ExportOptions, progress: OnProgress) 
         max_seq_len = min(max_seq_len, whole_number(keys, "infer_model_max_seq_len", max_seq_len))
     model = model.for_length(max_seq_len)
     manifest = _manifest(model, shards[0], max_seq_len, has_weights=checkpoint is not None)
-    return Plan(model, shards, manifest, keys, checkpoint, scores)
+    return Plan(model, shards, manifest, keys, checkpoint, scores, draft_ids)
 
 
 def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint | None]:

@@ -52,6 +52,11 @@ class Checkpoint:
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
+    def extended(self, tensors: Mapping[str, Stored], without: str = "") -> Checkpoint:
+        """Return the checkpoint with more tensors, and without one of them."""
+        kept = {name: tensor for name, tensor in self._tensors.items() if name != without}
+        return Checkpoint(kept | dict(tensors), self._quantizations)
+
     def are_equal(self, one: str, other: str) -> bool:
         """Return whether two tensors have the same dtype, shape and bytes."""
         a, b = self._find(one), self._find(other)

@@ -19,6 +19,7 @@ from engine.models.weights import Shard
 
 if TYPE_CHECKING:
     from engine.models.decoder import Decoder  # the decoder module imports this one
+    from engine.models.eagle3 import Eagle3Head
 
 DECODER = "decoder"  # name of the graph that generates tokens
 MTP = ("mtp.", "model.mtp")  # tensor names of layers that only draft tokens
@@ -53,6 +54,7 @@ class DecoderConfig(ABC):
     takes_spans: bool = False  # embeddings of prompt spans replace token embeddings; positions may be 3-D
     mixture: MixtureConfig | None = None  # the mixtures of experts of its layers
     num_mtp_layers: int = 0  # layers behind the decoder layers that only draft tokens (MTP)
+    eagle3: Eagle3Head | None = None  # a head of its own checkpoint, which drafts tokens
     has_rotary_pairs: bool = False  # the checkpoint stores the two elements of a pair adjacently, not half a head apart
 
     @classmethod
@@ -67,7 +69,8 @@ class DecoderConfig(ABC):
     def networks(self, shard: Shard) -> dict[str, Decoder]:
         """Return, by name, the networks of one rank, each of which is exported as a graph. A family that also drafts
         tokens or reads images adds its networks to the decoder."""
-        return {DECODER: self.network(shard)}
+        network = self.network(shard)
+        return self.eagle3.networks(network, shard) if self.eagle3 else {DECODER: network}
 
     def ignores(self, tensor: str) -> bool:
         """Return whether the networks leave out this tensor of the checkpoint, which belongs to layers that only draft
@@ -78,7 +81,8 @@ class DecoderConfig(ABC):
     def for_length(self: Family, max_seq_len: int) -> Family:
         """Return the configuration for sequences of at most `max_seq_len` tokens, without windows that are as long."""
         windows = tuple(0 if window >= max_seq_len else window for window in self.windows)
-        return replace(self, rope=self.rope.for_length(max_seq_len), windows=windows)
+        eagle3 = self.eagle3.for_length(max_seq_len) if self.eagle3 else None
+        return replace(self, rope=self.rope.for_length(max_seq_len), windows=windows, eagle3=eagle3)
 
     def window(self, layer: int | None) -> int:
         """Return the window of a layer in tokens, or 0 for full attention."""

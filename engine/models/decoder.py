@@ -22,6 +22,7 @@ from engine.models.layers import (
     STATES,
     Embedding,
     Head,
+    Linear,
     Norm,
     Place,
     Rotary,
@@ -101,7 +102,8 @@ class Decoder:
     """The network of one rank.
 
     It computes, from the tokens of a step, the logits and last hidden states of selected rows. With `has_states`, it
-    also returns the last hidden states of all tokens.
+    also returns the last hidden states of all tokens; with `projections` instead the sum of the hidden states that
+    enter some layers, each through a projection.
     """
 
     embedding: Embedding
@@ -109,6 +111,7 @@ class Decoder:
     norm: Norm
     head: Head
     has_states: bool = False
+    projections: tuple[tuple[int, Linear], ...] = ()  # each with the index of its layer
 
     @classmethod
     def of(
@@ -129,7 +132,7 @@ class Decoder:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Return the names of the outputs, in the order in which a call returns them."""
-        return (LOGITS, HIDDEN, STATES) if self.has_states else (LOGITS, HIDDEN)
+        return (LOGITS, HIDDEN, STATES) if self.has_states or self.projections else (LOGITS, HIDDEN)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -154,16 +157,28 @@ class Decoder:
         return shapes | {POSITIONS: (3, None)} if True in is_3d else shapes
 
     def __call__(self, run: Run) -> tuple[Tensor, ...]:
-        x, residual = self.embedding(run), None
-        for layer in self.layers:
+        x, residual, total = self.embedding(run), None, None
+        for index, layer in enumerate(self.layers):
+            total = self._projected(run, index, (x, residual), total)
             # After the last mixer, rows are independent of each other.
             selects = layer is self.layers[-1] and not self.has_states
             x, residual = layer(run, x, residual, run.inputs[LOGIT_ROWS] if selects else None)
         states, _ = self.norm(run, x, residual)
+        if self.projections:
+            return self.head(run, states), states, total
         if not self.has_states:
             return self.head(run, states), states
         x = run.ops.gather_rows(states, run.inputs[LOGIT_ROWS])
         return self.head(run, x), x, states
+
+    def _projected(self, run: Run, layer: int, entering: tuple[Tensor, Tensor | None], total: Tensor | None) -> Tensor:
+        """Return the sum of the projections up to those of what enters a layer: its input and the residual."""
+        for of_layer, projection in self.projections:
+            if of_layer == layer:
+                x, residual = entering
+                x = projection(run, x if residual is None else run.ops.add(x, residual))
+                total = x if total is None else run.ops.add(total, x)
+        return total
 
 
 def _check_ranks(config: DecoderConfig, num_ranks: int) -> None:

@@ -99,10 +99,9 @@ class MtpFamily(DecoderConfig):
         return self.mtp_layout.of(self.num_layers)
 
     def networks(self, shard: Shard) -> dict[str, Decoder]:
-        network = self.network(shard)
         if not self.has_mtp:
-            return {DECODER: network}
-        return {DECODER: replace(network, has_states=True), MTP_GRAPH: MtpDecoder.of_family(self, shard)}
+            return super().networks(shard)
+        return {DECODER: replace(self.network(shard), has_states=True), MTP_GRAPH: MtpDecoder.of_family(self, shard)}
 
     def ignores(self, tensor: str) -> bool:
         """Return whether the networks leave out this tensor: of other MTP layers, or a copy of a table of the model."""

@@ -129,15 +129,15 @@ class Capacity:
         "several tokens are tried in a step, with the same answers: `ngram` tries what followed the same tokens before,"
         " `suffix` what followed the longest match in the request and in recent answers to the same API key, `draft`"
         " what a smaller model would write (SPECULATE_MODEL_PATH), `mtp` what the layer of the checkpoint that is made"
-        " for it writes",
-        choices=("none", "ngram", "suffix", "draft", "mtp"),
+        " for it writes, `eagle3` what an EAGLE-3 head writes (SPECULATE_MODEL_PATH)",
+        choices=("none", "ngram", "suffix", "draft", "mtp", "eagle3"),
         synonyms={"draft_model": "draft"},  # vLLM's name
     )
     speculate_model_path: str = setting(
         "",
         "SPECULATE_MODEL_PATH",
         "folder of the draft model of SPECULATE_METHOD=draft: a checkpoint or an exported model with the tokenizer of"
-        " the served one",
+        " the served one; or the EAGLE-3 head of SPECULATE_METHOD=eagle3",
     )
     speculate_max_draft_token_num: int = setting(
         4, "SPECULATE_MAX_DRAFT_TOKEN_NUM", "tokens tried in a step at most", minimum=1, maximum=16
@@ -182,14 +182,18 @@ class Capacity:
 
     @property
     def draft_model_path(self) -> Path | None:
-        """Return the folder of the draft model, or None without one."""
-        if self.speculate_method != "draft":
+        """Return the folder of the draft model or of the EAGLE-3 head, or None without one."""
+        if self.speculate_method not in ("draft", "eagle3"):
             return None
         return expanded("SPECULATE_MODEL_PATH", self.speculate_model_path).absolute()
 
     def check_draft_model(self) -> None:
-        if self.speculate_method == "draft" and not self.speculate_model_path:
-            raise ConfigError("SPECULATE_METHOD is draft, it needs SPECULATE_MODEL_PATH, the folder of the draft model")
+        needed = {"draft": "draft model", "eagle3": "EAGLE-3 head"}.get(self.speculate_method)
+        if needed and not self.speculate_model_path:
+            raise ConfigError(
+                f"SPECULATE_METHOD is {self.speculate_method}, it needs SPECULATE_MODEL_PATH, the folder of the"
+                f" {needed}"
+            )
         if path := self.draft_model_path:
             if not (path / "config.json").is_file():
                 raise ConfigError(f"SPECULATE_MODEL_PATH is {self.speculate_model_path!r}, which has no config.json")

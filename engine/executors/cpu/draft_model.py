@@ -16,9 +16,9 @@ from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.draft_cache import DraftCache
 from engine.executors.model_drafts import CHUNK, DraftRow
 from engine.exporting.manifest import Manifest
+from engine.models import eagle3
 from engine.models.kv_cache import CacheSpec
 from engine.models.layers import HIDDEN, LOGITS, PREVIOUS_STATES
-from engine.models.mtp import MTP_GRAPH
 from engine.ops import cpu
 from engine.ops.sampling_rows import SamplingRows
 from engine.sampling_parameters import PARAMETERS
@@ -140,11 +140,14 @@ class CpuDraftModel:
 
 
 class CpuMtpLayer(CpuDraftModel):
-    """The MTP layer of the target model. It shares the embedding and the output projection with it."""
+    """The MTP layer or the EAGLE-3 head of the target model. It shares tables with it, unless it has its own."""
 
-    def __init__(self, executor: CpuExecutor, model: Manifest, num_slots: int):
-        """Load the layer of the exported model that `executor` runs."""
-        program, specs = executor.load_graph(MTP_GRAPH), model.graph(MTP_GRAPH).caches
+    def __init__(self, executor: CpuExecutor, model: Manifest, num_slots: int, name: str):
+        """Load the graph `name` of the exported model that `executor` runs."""
+        program, specs = executor.load_graph(name), model.graph(name).caches
+        ids = executor.graph_dir / eagle3.FILE
+        self._draft_ids = np.load(ids) if name == eagle3.EAGLE3_GRAPH and ids.exists() else None
+        self._vocab_size = model.vocab_size
         self._executor, self._hidden_size = executor, program.width_of(PREVIOUS_STATES)
         self.drafted_states: dict[int, np.ndarray] = {}
         super().__init__(program, specs, model.max_seq_len, SlotSizes.of(model, num_slots))
@@ -163,4 +166,8 @@ class CpuMtpLayer(CpuDraftModel):
         outputs = self._program.run(inputs)
         for row, state in zip(sampling, outputs[HIDDEN], strict=True):
             self.drafted_states[row.slot] = state[None].copy()
-        return outputs[LOGITS]
+        if self._draft_ids is None:
+            return outputs[LOGITS]
+        logits = np.full((len(sampling), self._vocab_size), -np.inf, np.float32)
+        logits[:, self._draft_ids] = outputs[LOGITS]
+        return logits

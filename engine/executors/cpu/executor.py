@@ -53,7 +53,7 @@ class CpuExecutor:
         self._specs = model.graph().caches
         assert all(spec.axes[0] == BLOCK for spec in self._specs), "a block must lie in one piece to be copied"
         self.block_size, self.block_bytes = model.block_size, sum(spec.block_bytes for spec in self._specs)
-        self._files = graph_dir, membership.rank
+        self.graph_dir, self._files = graph_dir, (graph_dir, membership.rank)
         loaded, params = graph.load(*self._files)
         self._program = CpuProgram(loaded, params)
         self._adapters = CpuAdapters(graph_dir, loaded, (membership.rank, membership.num_ranks), config)

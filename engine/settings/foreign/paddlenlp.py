@@ -31,8 +31,9 @@ SAME = {
     "USE_CACHE_KV_INT8": "",
     "OUTPUT_LOG_TO_CONSOLE": "with `start_server --foreground`",
     "CHECK_HEALTH_INTERVAL": "",
-    "SPECULATE_METHOD": "`ngram`, `suffix`, `mtp` or `draft`",
-    "SPECULATE_MODEL_PATH": "a draft model with the same tokenizer; `mtp` reads its layer from the served checkpoint",
+    "SPECULATE_METHOD": "`ngram`, `suffix`, `mtp`, `eagle3` or `draft`",
+    "SPECULATE_MODEL_PATH": "a draft model with the same tokenizer, or an EAGLE-3 head; `mtp` reads its layer from the"
+    " served checkpoint",
     "SPECULATE_MAX_DRAFT_TOKEN_NUM": "",
     "SPECULATE_MAX_NGRAM_SIZE": "",
     "FD_LOG_DIR": "",

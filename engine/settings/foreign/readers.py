@@ -14,6 +14,7 @@ UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 10
 DEFAULT_BATCH_SIZE = 50
 METHODS = {"ngram": "ngram", "ngram_match": "ngram", "suffix": "suffix", "draft_model": "draft", "draft": "draft"}
 MTP_FAMILIES = ("deepseek", "ernie", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5")  # vLLM's NAME_mtp
+METHODS["eagle3"] = "eagle3"
 METHODS |= dict.fromkeys(("mtp", *(f"{family}_mtp" for family in MTP_FAMILIES)), "mtp")
 
 
@@ -34,11 +35,10 @@ def speculation(name: str, text: str, _: Mapping[str, str]) -> OptionMeaning:
     method = config.pop("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model" if model else None)
     if method not in METHODS:
         raise ConfigError(
-            f"{name}: the method {method!r} is not supported, it must be ngram, suffix, mtp or draft_model: an EAGLE"
-            " head does not draft yet"
+            f"{name}: the method {method!r} is not supported, it must be ngram, suffix, mtp, eagle3 or draft_model"
         )
     meaning = OptionMeaning({"SPECULATE_METHOD": METHODS[method]})
-    if METHODS[method] == "draft" and model:
+    if METHODS[method] in ("draft", "eagle3") and model:
         meaning.settings["SPECULATE_MODEL_PATH"] = str(model)
     elif METHODS[method] == "mtp" and model:
         meaning.notes.append(f"{name}: model has no effect: the layer that drafts is read from the served checkpoint")

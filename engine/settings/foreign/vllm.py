@@ -94,7 +94,7 @@ ROWS: tuple[OptionRow, ...] = (
         *BOTH,
         read=readers.speculation,
         remark="and SPECULATE_MAX_DRAFT_TOKEN_NUM, SPECULATE_MAX_NGRAM_SIZE, SPECULATE_MODEL_PATH; the method must be"
-        " `ngram`, `suffix`, `mtp` (also as vLLM's `deepseek_mtp`) or `draft_model`",
+        " `ngram`, `suffix`, `mtp` (also as vLLM's `deepseek_mtp`), `eagle3` or `draft_model`",
     ),
     sets(
         "--compilation-config",

@@ -122,6 +122,10 @@ def test_an_option_without_effect_is_accepted_with_a_note():
             {"SPECULATE_METHOD": "ngram", "SPECULATE_MAX_DRAFT_TOKEN_NUM": "5", "SPECULATE_MAX_NGRAM_SIZE": "2"},
         ),
         (
+            f'--speculative-config {{"method":"eagle3","model":"{DRAFT}"}}',
+            {"SPECULATE_METHOD": "eagle3", "SPECULATE_MODEL_PATH": DRAFT},
+        ),
+        (
             f'--speculative-config {{"model":"{DRAFT}","num_speculative_tokens":3}}',
             {
                 "SPECULATE_METHOD": "draft",
@@ -139,7 +143,7 @@ def test_values_of_other_servers_are_translated(arguments, environ):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ('--speculative-config {"method":"eagle3"}', "the method 'eagle3' is not supported, it must be ngram"),
+        ('--speculative-config {"method":"eagle"}', "the method 'eagle' is not supported, it must be ngram"),
         ("--speculative-config ngram", "--speculative-config is 'ngram', which is not valid JSON"),
         ("--speculative-config [1]", "--speculative-config is '[1]', it must be a JSON object"),
         ('--graph-optimization-config {"cudagraph_only_prefill":true}', "cudagraph_only_prefill is not supported"),

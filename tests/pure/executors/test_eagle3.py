@@ -1,0 +1,139 @@
+"""EAGLE-3 heads draft what the reference computes with their weights (tests/golden/eagle3), and change no answer."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.errors import ConfigError
+from engine.executors import make_executor, make_mtp_source
+from engine.executors.drafting import with_drafts
+from engine.exporting.by_settings import options_of
+from engine.exporting.cache import export_cached
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.manifest import Manifest
+from engine.models.eagle3 import FILE
+from engine.models.keys import ModelError
+from tests.eagle3_checkpoints import LAYER_IDS, make_head, make_model, make_right
+from tests.pure.executors.test_draft_model import run
+from tests.pure.executors.test_mtp import BASE, BLOCK_SIZE, NUM_DRAFTS, check_drafts
+from tests.quantized_checkpoints import change_tensors
+
+GOLDEN = Path(__file__).parents[3] / "tests/golden/eagle3"
+DRAFTING = replace(BASE, speculate_method="eagle3", speculate_max_draft_token_num=NUM_DRAFTS)
+
+
+@pytest.fixture(scope="module")
+def graph_dir(tmp_path_factory):
+    """Return a function that exports a model of a family with a head."""
+    made = {}
+
+    def exported(family: str, is_right: bool = False) -> Path:
+        if (family, is_right) not in made:
+            folder = tmp_path_factory.mktemp(family)
+            model = make_model(folder / "model", family)
+            head = make_head(folder / "head", family, model)
+            if is_right:
+                make_right(model, head)
+            made[family, is_right] = folder / "out"
+            export(model, folder / "out", ExportOptions(block_size=BLOCK_SIZE, eagle3=str(head)))
+        return made[family, is_right]
+
+    return exported
+
+
+@pytest.mark.parametrize("family", LAYER_IDS)
+def test_drafts_behind_a_prompt_are_those_of_the_reference(family, graph_dir):
+    exported = graph_dir(family)
+    check_drafts(exported, DRAFTING, GOLDEN / f"{family}.npz", np.load(exported / FILE))
+
+
+@pytest.mark.parametrize(
+    "case", [("qwen3", True, 400), ("qwen3", True, 14), ("llama", False, 400)], ids=["right", "tiny pool", "wrong"]
+)
+def test_answers_with_a_head_are_those_without(case, graph_dir):
+    """The second round finds the prompts of the first in the prefix cache, with the head's part of it."""
+    family, is_right, num_blocks = case
+    config = replace(BASE, block_ratio=0.9)
+    executor = make_executor(graph_dir(family, is_right), config)
+    executor.allocate(400)
+    expected, _ = run(executor, config, 400)
+    config = replace(DRAFTING, block_ratio=0.9)
+    source = make_mtp_source(executor, Manifest.read(graph_dir(family, is_right)), config)
+    drafting = with_drafts(executor, config, None, source)  # without a policy, so that all is drafted
+    drafting.allocate(num_blocks)
+    answers, loop = run(drafting, config, num_blocks, times=2)
+    drafting.close()
+    assert answers == expected
+    stats = loop.stats()
+    share = stats["num_accepted_tokens"] / stats["num_drafted_tokens"]
+    assert share > 0.6 if is_right else share < 0.4
+    assert (stats["num_preemptions"] > 0) == (num_blocks < 400)
+    assert stats["num_cached_tokens"] > 0
+    assert stats["num_drafted_tokens/eagle3/1"] > 0
+
+
+def test_the_export_for_the_settings_has_the_head_and_changes_with_it(tmp_path):
+    model = make_model(tmp_path / "model", "llama")
+    head = make_head(tmp_path / "head", "llama", model)
+    config = replace(DRAFTING, speculate_model_path=str(head))
+    options = options_of(config, model)
+    first = export_cached(model, tmp_path / "cache", options)
+    with np.load(GOLDEN / "llama.npz") as known:
+        assert len(np.load(first / FILE)) == known["logprobs_3"].shape[1]
+    make_executor(first, config).close()
+    change_tensors(head, lambda tensors: tensors.update({"fc.weight": 2 * tensors["fc.weight"]}))
+    assert export_cached(model, tmp_path / "cache", options) != first
+    with pytest.raises(ConfigError, match="SPECULATE_METHOD is eagle3, .* export its checkpoint again with --eagle3"):
+        make_executor(export_cached(model, tmp_path / "cache", replace(options, eagle3="")), config)
+
+
+def test_layers_of_sglangs_key_are_those_before(graph_dir, tmp_path):
+    model = make_model(tmp_path / "model", "llama")
+    outputs = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYER_IDS["llama"]]}
+    head = make_head(tmp_path / "head", "llama", model, eagle_config=outputs)
+    export(model, tmp_path / "out", ExportOptions(block_size=BLOCK_SIZE, eagle3=str(head)))
+    check_drafts(tmp_path / "out", DRAFTING, GOLDEN / "llama.npz", np.load(tmp_path / "out" / FILE))
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "message"),
+    [
+        ({"hidden_size": 64}, None, "hidden_size is 64, it must be 72"),
+        ({"vocab_size": 64}, None, "vocab_size is 64, it must be 320"),
+        (
+            {"num_hidden_layers": 2},
+            None,
+            "head is no EAGLE-3 head .*: num_hidden_layers is 2, it must be 1",
+        ),
+        ({"model_type": "qwen3"}, None, "model_type is 'qwen3', supported are heads like 'llama'"),
+        ({"speculators_model_type": "eagle"}, None, "speculators_model_type is 'eagle', supported is 'eagle3'"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, None, r"is \[1, 2, 6\], it must be three layers from 0 to 5"),
+        ({"draft_vocab_size": 199}, None, r"tensor d2t has shape \(200,\), config.json asks for \(199,\)"),
+        ({}, lambda tensors: tensors.pop("d2t"), "d2t is missing, and draft_vocab_size is 200, vocab_size 320"),
+        ({}, lambda tensors: tensors.update(d2t=tensors["d2t"] + 300), "d2t must give each of the 200 tokens"),
+        ({}, lambda tensors: tensors.pop("fc.weight"), "no EAGLE-3 head for this model: tensor fc.weight is missing"),
+        ({}, lambda tensors: tensors.pop("midlayer.mlp.up_proj.weight"), "up_proj.weight is missing"),
+        ({}, lambda tensors: tensors.update({"fc.bias": np.ones(72)}), "fc.bias, for which .* no place"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(keys, change, message, tmp_path):
+    model = make_model(tmp_path / "model", "llama")
+    head = make_head(tmp_path / "head", "llama", model, **keys)
+    if change:
+        change_tensors(head, change)
+    with pytest.raises(ModelError, match=message):
+        export(model, tmp_path / "out", ExportOptions(eagle3=str(head)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "gpu"}, "SPECULATE_METHOD is eagle3, which is not supported on GPUs yet"),
+        ({"mp_num": 2}, "SPECULATE_METHOD is eagle3 and MP_NUM is 2: the layer that drafts needs a model of one rank"),
+    ],
+)
+def test_a_device_or_a_number_of_ranks_without_support_is_refused_before_the_export(changes, message, checkpoint):
+    with pytest.raises(ConfigError, match=message):
+        options_of(replace(DRAFTING, speculate_model_path="head", **changes), checkpoint("qwen2"))
