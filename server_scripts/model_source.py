@@ -74,6 +74,12 @@ def find_source(config: Config, name: str, report: Callable[[str], None]) -> Mod
     return ModelSource(path, config.served_model_name or path.resolve().name.removesuffix(GGUF))
 
 
+def fetch_draft_model(config: Config, report: Callable[[str], None]) -> None:
+    """Fetch the draft model into MODEL_DIR if SPECULATE_MODEL_PATH is a name. Raise ModelUnavailable."""
+    if config.draft_model_name:
+        _download(config, config.draft_model_name, report)
+
+
 def _download(config: Config, name: str, report: Callable[[str], None]) -> ModelSource:
     from download_model import (  # imported late: a local model needs no network code
         DownloadOptions,
@@ -84,8 +90,9 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Model
 
     news = logging.Handler()
     news.emit = lambda record: report(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("engine.download").addHandler(news)
-    logging.getLogger("engine.download").setLevel(logging.INFO)
+    download_log = logging.getLogger("engine.download")
+    download_log.addHandler(news)
+    download_log.setLevel(logging.INFO)
     try:
         quant = parse_model_name(name)[1]
         mode = "master" if config.machines.is_master else "slave"
@@ -100,6 +107,8 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Model
         if isinstance(error.__cause__, OSError):
             into, meant = f" into MODEL_DIR, which is {config.model_dir!r}", "; set MODEL_DIR to another folder"
         raise ModelUnavailable(f"fetching {name}{into}: {error}{meant}") from None
+    finally:
+        download_log.removeHandler(news)
     report(f"{name} is complete, {done.num_fetched} files fetched")
     return ModelSource(done.model_dir.absolute(), config.served_model_name or name, None if done.is_static else quant)
 

@@ -16,7 +16,7 @@ from engine.errors import ConfigError, SetupError
 from engine.file_lock import file_lock
 from engine.settings.config import Config
 from server_scripts import takeover
-from server_scripts.model_source import export_if_needed, find_source
+from server_scripts.model_source import export_if_needed, fetch_draft_model, find_source
 from server_scripts.reload import REQUEST_FILE, STATUS_FILE, ReloadRequest, ReloadStatus
 from server_scripts.run_dir import Process, RunDir, ServerState
 
@@ -41,6 +41,7 @@ def reload(model_name: str, report: Callable[[str], None]) -> int:
         supervisor = running(run_dir, config).supervisor
         source = find_source(config, model_name or config.model_name, report)
         report(f"model {source.path}")
+        fetch_draft_model(config, report)
         graph_dir = export_if_needed(config, source, report)
         fingerprint = takeover.fingerprint(config, graph_dir, source.label)
         wanted = ReloadRequest(uuid.uuid4().hex, str(graph_dir), source.label, fingerprint)

@@ -20,7 +20,7 @@ from engine.settings.tls import server_context
 from engine.settings.unused import likely_misspelt
 from server_scripts import logs, ports, takeover
 from server_scripts.health import HealthMonitor
-from server_scripts.model_source import export_if_needed, find_source
+from server_scripts.model_source import export_if_needed, fetch_draft_model, find_source
 from server_scripts.probe import Probe
 from server_scripts.processes import all_specs, log_paths
 from server_scripts.reload import change_model, release, take_reload_request
@@ -147,6 +147,7 @@ def make_supervisor(
         report(f"note: {sentence}")
     source = find_source(config, model_name or config.model_name, report)
     report(f"model {source.path}")
+    fetch_draft_model(config, report)
     graph_dir = export_if_needed(config, source, report)
     fingerprint = takeover.fingerprint(config, graph_dir, source.label)
     if orphans and orphans.fingerprint != fingerprint:

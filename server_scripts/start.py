@@ -150,7 +150,9 @@ def absolute_paths(config: Config) -> dict[str, str]:
     paths = {"RUN_DIR": config.run_path, "FD_LOG_DIR": config.log_path, "MODEL_DIR": Path(config.model_dir)}
     paths["EXPORT_CACHE_DIR"] = Path(config.export_cache_dir)
     files = {"TLS_CERT_FILE": config.tls_cert_file, "TLS_KEY_FILE": config.tls_key_file, "API_KEYS": config.api_keys}
-    files |= {"LORA_DIR": config.lora_dir, "SPECULATE_MODEL_PATH": config.speculate_model_path}
+    files |= {"LORA_DIR": config.lora_dir}
+    if not config.draft_model_name:
+        files["SPECULATE_MODEL_PATH"] = config.speculate_model_path
     paths |= {name: Path(text) for name, text in files.items() if text}
     return {name: str(path.expanduser().absolute()) for name, path in paths.items()}
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.errors import ConfigError
-from engine.settings.setting import expanded, setting
+from engine.settings.setting import setting
 
 DEFAULT_PROMPT_LEN, DEFAULT_ANSWER_LEN = 8192, 1024
 LONG_SHARE = 0.04  # of the longest prompt: a longer one is long, as at FastDeploy
@@ -136,8 +135,8 @@ class Capacity:
     speculate_model_path: str = setting(
         "",
         "SPECULATE_MODEL_PATH",
-        "folder of the draft model of SPECULATE_METHOD=draft: a checkpoint or an exported model with the tokenizer of"
-        " the served one; or the EAGLE-3 head of SPECULATE_METHOD=eagle3",
+        "draft model of SPECULATE_METHOD=draft: the folder of a checkpoint or exported model with the tokenizer of"
+        " the served one, or the name of a model to fetch; or the EAGLE-3 head of SPECULATE_METHOD=eagle3",
     )
     speculate_max_draft_token_num: int = setting(
         4, "SPECULATE_MAX_DRAFT_TOKEN_NUM", "tokens tried in a step at most", minimum=1, maximum=16
@@ -179,24 +178,6 @@ class Capacity:
                 f"SWAP_SPACE is {self.swap_space:g} and ENABLE_PREFIX_CACHING is 0: only what can be found again by its"
                 " tokens is kept"
             )
-
-    @property
-    def draft_model_path(self) -> Path | None:
-        """Return the folder of the draft model or of the EAGLE-3 head, or None without one."""
-        if self.speculate_method not in ("draft", "eagle3"):
-            return None
-        return expanded("SPECULATE_MODEL_PATH", self.speculate_model_path).absolute()
-
-    def check_draft_model(self) -> None:
-        needed = {"draft": "draft model", "eagle3": "EAGLE-3 head"}.get(self.speculate_method)
-        if needed and not self.speculate_model_path:
-            raise ConfigError(
-                f"SPECULATE_METHOD is {self.speculate_method}, it needs SPECULATE_MODEL_PATH, the folder of the"
-                f" {needed}"
-            )
-        if path := self.draft_model_path:
-            if not (path / "config.json").is_file():
-                raise ConfigError(f"SPECULATE_MODEL_PATH is {self.speculate_model_path!r}, which has no config.json")
 
     def check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes.split(",")

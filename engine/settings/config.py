@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
@@ -16,7 +18,10 @@ from engine.settings.loras import LoraSettings
 from engine.settings.ports import Ports
 from engine.settings.processes import Processes
 from engine.settings.replicas import ReplicaSettings
-from engine.settings.setting import given, parse
+from engine.settings.setting import expanded, given, parse
+
+DRAFT_MODELS = {"draft": "draft model", "eagle3": "EAGLE-3 head"}  # what SPECULATE_MODEL_PATH is, by SPECULATE_METHOD
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Config(
             self.check_capture_sizes,
             self.check_partial_prefills,
             self.check_swap_space,
-            self.check_draft_model,
+            self._check_draft_model,
             self.check_traces,
         )
         for check in of_each if problems else (lambda: self.machines, self._check_ports, *of_each):
@@ -98,6 +103,33 @@ class Config(
         """Return MAX_NUM_BATCHED_TOKENS, raised so that prompts make progress next to a full batch of decodes."""
         on_device = 8192 if self.device == "gpu" else 256
         return max(self.max_num_batched_tokens or on_device, 2 * self.batch_size)
+
+    @property
+    def draft_model_name(self) -> str:
+        """Return the draft model's or the EAGLE-3 head's name at the hub, or an empty text if it is a folder."""
+        text = self.speculate_model_path
+        is_name = self.speculate_method in DRAFT_MODELS and HUB_NAME.fullmatch(text)
+        return text if is_name and not (Path(text) / "config.json").is_file() else ""
+
+    @property
+    def draft_model_path(self) -> Path | None:
+        """Return the folder of the draft model or of the EAGLE-3 head, or None without one. A fetched one is below
+        MODEL_DIR."""
+        if self.speculate_method not in DRAFT_MODELS:
+            return None
+        parent = Path(self.model_dir).expanduser() if self.draft_model_name else Path()
+        return (parent / expanded("SPECULATE_MODEL_PATH", self.speculate_model_path)).absolute()
+
+    def _check_draft_model(self) -> None:
+        needed = DRAFT_MODELS.get(self.speculate_method)
+        if needed and not self.speculate_model_path:
+            raise ConfigError(
+                f"SPECULATE_METHOD is {self.speculate_method}, it needs SPECULATE_MODEL_PATH, the folder of the"
+                f" {needed} or its name"
+            )
+        path = self.draft_model_path
+        if path and not self.draft_model_name and not (path / "config.json").is_file():
+            raise ConfigError(f"SPECULATE_MODEL_PATH is {self.speculate_model_path!r}, which has no config.json")
 
     def num_host_blocks(self, block_bytes: int) -> int:
         """Return the number of KV cache blocks that SWAP_SPACE holds, if each takes `block_bytes` on every rank."""

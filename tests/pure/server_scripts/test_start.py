@@ -6,13 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.errors import ConfigError
 from engine.settings.config import Config
-from server_scripts import model_source
+from server_scripts import model_source, start
 from server_scripts.model_source import ModelSource, export_if_needed
 from server_scripts.run_dir import RunDir, read_stat
 from tests.patience import wait_until
@@ -212,6 +213,23 @@ def test_an_architecture_that_is_not_built_is_refused_before_its_weights_are_fet
         assert not any("safetensors" in path for _, path, _ in hub.requests)
     assert done.returncode == 1
     assert "failed: fetching org/model: config.json: model_type is 'bloom', supported are llama" in done.stdout
+
+
+def test_a_draft_model_is_fetched_by_its_name_and_read_from_where_it_is(tmp_path, monkeypatch):
+    config = Config(model_dir=str(tmp_path), speculate_method="draft", speculate_model_path="org/small")
+    assert config.draft_model_path == tmp_path / "org/small"
+    with ModelServer() as hub:
+        files = {path.name: path.read_bytes() for path in (ROOT / "demo_model/draft").iterdir()}
+        hub.add_repo("org/small", files)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        model_source.fetch_draft_model(config, lambda text: None)
+        num_requests = len(hub.requests)
+        model_source.fetch_draft_model(replace(config, speculate_model_path=str(tmp_path / "org/small")), print)
+        assert len(hub.requests) == num_requests
+    assert {name: (config.draft_model_path / name).read_bytes() for name in files} == files
+    assert "SPECULATE_MODEL_PATH" not in start.absolute_paths(config)
+    monkeypatch.chdir(tmp_path)  # a folder of this name comes first
+    assert (config.draft_model_name, config.draft_model_path) == ("", tmp_path / "org/small")
 
 
 def test_a_second_start_says_what_runs(server, tmp_path):
