@@ -101,7 +101,7 @@ lint: $(TESTS)  ## style, types, which part may import which
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/hadolint dockerfiles/*
+	$(BIN)/hadolint dockerfiles/Dockerfile*
 	$(BIN)/shellcheck .ci/run server_scripts/start_server server_scripts/stop_server server_scripts/*.sh
 
 SITE = build/site-env
