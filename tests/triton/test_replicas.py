@@ -15,7 +15,8 @@ from tests.server import a_server, pids_of, state_of
 from tests.triton.asking import get, post, stream_lines
 
 CHAT = "/v1/chat/completions"
-NUM_TOKENS = 2500  # so many that answers have not ended when a test kills their server
+NUM_TOKENS = 2500  # so many that answers have seldom ended when a test kills their server
+NUM_ATTEMPTS = 5  # on a busy machine they may have
 BODY = {"text": "Count.", "min_dec_len": NUM_TOKENS, "max_dec_len": NUM_TOKENS, "stream": True}
 SETTINGS = {"CPU_THREADS": "1", "DRAIN_TIMEOUT": "0", "MAX_DEC_LEN": str(NUM_TOKENS)}
 CASES = (
@@ -69,8 +70,9 @@ def start_again(server):
     assert started.returncode == 0, started.stdout + started.stderr
 
 
-def wait_until_known(server, other):
-    wait_until(lambda: log_of(server).count(f"replica {other.grpc_url} answers") > 0)
+def num_greetings(server, other):
+    """Return how often a server has found that the other one answers."""
+    return log_of(server).count(f"replica {other.grpc_url} answers")
 
 
 def kill(server):
@@ -111,7 +113,7 @@ def wait_until_begun(streams):
 def expected(servers):
     """Return the tokens of each case, generated without a loss."""
     front, other = servers
-    wait_until_known(front, other)
+    wait_until(lambda: num_greetings(front, other) > 0)
     return [tokens_of(stream_lines(front, body)) for body in requests("plain")]
 
 
@@ -124,15 +126,19 @@ def test_an_unseeded_request_has_the_same_answer_at_every_front_end(servers, exp
 def test_streams_continue_with_the_same_tokens_at_the_other_server(servers, expected):
     front, other = servers
     more = [requests(f"more-{i}")[0] for i in range(4)]  # so that both servers have some
-    streams = [Stream(front, body) for body in (*requests("plain"), *more)]
-    wait_until_begun(streams)
-    computed = num_generated(other)
-    kill(other)
-    assert computed > 0
-    assert [stream.result() for stream in streams] == expected + expected[:1] * 4
-    assert f"replica {other.grpc_url} is lost" in log_of(front) or "is sent to another replica" in log_of(front)
-    start_again(other)
-    wait_until_known(other, front)
+    for _ in range(NUM_ATTEMPTS):
+        streams = [Stream(front, body) for body in (*requests("plain"), *more)]
+        wait_until_begun(streams)
+        assert num_generated(other) > 0
+        num_known = num_greetings(front, other)
+        kill(other)
+        assert [stream.result() for stream in streams] == expected + expected[:1] * 4
+        was_needed = f"replica {other.grpc_url} is lost" in log_of(front) or "is sent to another" in log_of(front)
+        start_again(other)
+        wait_until(lambda known=num_known: num_greetings(front, other) > known)
+        if was_needed:
+            return
+    raise AssertionError("no stream was open when its server was killed")
 
 
 def test_a_client_that_loses_its_front_end_resumes_at_the_other_one(servers, expected):
@@ -156,10 +162,15 @@ def test_a_client_that_loses_its_front_end_resumes_at_the_other_one(servers, exp
 
 def test_a_request_is_aborted_wherever_it_is_computed(servers):
     front, other = servers
-    streams = [Stream(front, {**BODY, "req_id": f"abort-{i}", "temperature": 0}) for i in range(4)]
-    wait_until_begun(streams)
-    answers = [post(other, "/v1/abort", {"req_id": stream.body["req_id"]})[1] for stream in streams]
-    assert [answer["aborted"] for answer in answers] == [True] * 4
-    for stream in streams:
-        stream.join(60)
-        assert stream.lines[-1]["error_type"] == "cancelled"
+    for attempt in range(NUM_ATTEMPTS):
+        bodies = [{**BODY, "req_id": f"abort-{attempt}-{i}", "temperature": 0} for i in range(4)]
+        streams = [Stream(front, body) for body in bodies]
+        wait_until_begun(streams)
+        aborted = [post(other, "/v1/abort", {"req_id": body["req_id"]})[1]["aborted"] for body in bodies]
+        for stream, was_open in zip(streams, aborted, strict=True):
+            stream.join(60)
+            last = stream.lines[-1]
+            assert last["error_type"] == "cancelled" if was_open else last["finish_reason"] == "length"
+        if all(aborted):
+            return
+    raise AssertionError("not all requests were aborted in any attempt")
