@@ -23,6 +23,7 @@ from engine.models.keys import ModelError, an_object, read_json, whole_number
 from engine.models.layers import LOGIT_ROWS, PREVIOUS_STATES, Embedding, Head, Linear, Norm, Place, Run, Tensor
 from engine.models.llama import Llama
 from engine.models.mlp import GatedMlp
+from engine.models.mtp import DraftDecoder, input_part
 from engine.models.stored import Stored
 from engine.models.weights import Part, Shard, Share, Weight
 
@@ -89,7 +90,7 @@ class Eagle3Head:
         """Return the network of the model, which also returns what the head reads, and that of the head."""
         top, size = Place(shard, prefix=PREFIX), self.config.hidden_size
         projections = tuple(
-            (layer, _columns(top, "fc", size, (NUM_STATES, index))) for index, layer in enumerate(self.layer_ids)
+            (layer, input_part(top, "fc", size, (NUM_STATES, index))) for index, layer in enumerate(self.layer_ids)
         )
         return {
             DECODER: replace(network, projections=projections),
@@ -183,7 +184,7 @@ class TwoInputLinear(Linear):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Decoder(Decoder):
+class Eagle3Decoder(DraftDecoder):
     """The network of a head.
 
     It computes, from tokens and from a vector for each of the tokens before them, the logits of the tokens behind, in
@@ -222,14 +223,6 @@ class Eagle3Decoder(Decoder):
             norms_residual=head.norms_residual,
         )
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (*super().inputs, PREVIOUS_STATES)
-
-    @property
-    def input_shapes(self) -> dict[str, tuple[int | None, ...]]:
-        return super().input_shapes | {PREVIOUS_STATES: (None, self.embedding.table.shape[1])}
-
     def __call__(self, run: Run) -> tuple[Tensor, ...]:
         [layer] = self.layers
         assert layer.mixer_norm and layer.mlp_norm, "`of_head` builds them"
@@ -241,14 +234,6 @@ class Eagle3Decoder(Decoder):
         x, residual = layer.mlp_norm(run, x, residual)
         x, states = self.norm(run, layer.mlp(run, x), residual)
         return self.head(run, x), states
-
-
-def _columns(place: Place, name: str, size: int, part: tuple[int, int]) -> Linear:
-    """Return a square linear layer that reads one of several equal parts of the input of the checkpoint's layer.
-    `part` is the number of parts and the index of this one."""
-    count, index = part
-    axes = Share.whole(size), Share.whole(size).within(count * size, index * size)
-    return Linear(place.weight(f"{name}.{index}.weight", [(f"{name}.weight", axes)], place.shard.format), None)
 
 
 def _of_two_inputs(linear: Linear, size: int) -> TwoInputLinear:

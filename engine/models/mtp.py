@@ -134,7 +134,20 @@ def with_mtp(model_type: str, model: DecoderConfig, checkpoint: Checkpoint | Non
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpDecoder(Decoder):
+class DraftDecoder(Decoder):
+    """A network that drafts: it reads tokens, and a hidden state for the token before each of them."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (*super().inputs, PREVIOUS_STATES)
+
+    @property
+    def input_shapes(self) -> dict[str, tuple[int | None, ...]]:
+        return super().input_shapes | {PREVIOUS_STATES: (None, self.embedding.table.shape[1])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpDecoder(DraftDecoder):
     """The MTP layer of one rank with the norms and projections around it.
 
     It computes, from tokens and from the last hidden states of the tokens before them, the logits of the tokens behind
@@ -166,17 +179,9 @@ class MtpDecoder(Decoder):
             head=head,
             embedding_norm=Norm.of(config, top, names.embedding_norm),
             hidden_norm=Norm.of(config, top, names.hidden_norm),
-            from_embedding=_half(top, names.projection, config.hidden_size, 0),
-            from_hidden=_half(top, names.projection, config.hidden_size, 1),
+            from_embedding=input_part(top, names.projection, config.hidden_size, (2, 0)),
+            from_hidden=input_part(top, names.projection, config.hidden_size, (2, 1)),
         )
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (*super().inputs, PREVIOUS_STATES)
-
-    @property
-    def input_shapes(self) -> dict[str, tuple[int | None, ...]]:
-        return super().input_shapes | {PREVIOUS_STATES: (None, self.embedding.table.shape[1])}
 
     def __call__(self, run: Run) -> tuple[Tensor, ...]:
         embedded = self.embedding_norm.alone(run, self.embedding(run))
@@ -188,7 +193,9 @@ class MtpDecoder(Decoder):
         return self.head(run, x), x
 
 
-def _half(place: Place, name: str, size: int, index: int) -> Linear:
-    """Return the part of the projection [H, 2 H] that reads its first or its second half."""
-    axes = Share.whole(size), Share.whole(size).within(2 * size, index * size)
+def input_part(place: Place, name: str, size: int, part: tuple[int, int]) -> Linear:
+    """Return a square linear layer that reads one of several equal parts of the input of the checkpoint's layer.
+    `part` is the number of parts and the index of this one."""
+    count, index = part
+    axes = Share.whole(size), Share.whole(size).within(count * size, index * size)
     return Linear(place.weight(f"{name}.{index}.weight", [(f"{name}.weight", axes)], place.shard.format), None)

@@ -37,7 +37,8 @@ class CpuProgram:
     """
 
     def __init__(self, graph: Graph, params: Mapping[str, np.ndarray], shares: CpuProgram | None = None):
-        """Load a graph. Parameters that the program `shares` has by the same names are used together with it."""
+        """Load a graph. Parameters that the program `shares` has with the same names and shapes are used
+        together with it."""
         if halves := [name for name, value in graph.parameters.items() if value.dtype == "float16"]:
             raise GraphError(f"parameter {halves[0]} is float16, which only GPUs compute with: export with bfloat16")
         graph, numbers = widened(graph, params)
@@ -181,7 +182,7 @@ def _roots(graph: Graph) -> dict[int, int]:
 
 def _copied(graph: Graph, params: Mapping[str, np.ndarray | Widened], kernels: CpuOps, held: Held) -> Held:
     """Copy the parameters into aligned memory in large pages, in the packed layout where the op has one. Those that are
-    `held` in the same layout are not copied again."""
+    `held` with the same shape and layout are not copied again."""
     packings = {
         value.id: (node.op, _num_matrices(node))
         for node in graph.nodes
@@ -190,7 +191,8 @@ def _copied(graph: Graph, params: Mapping[str, np.ndarray | Widened], kernels: C
         if value and declared.is_packable
     }
     packing_of = {name: packings.get(graph.parameters[name].id) for name in params}
-    shared = {name: held[name] for name in params if name in held and held[name][0] == packing_of[name]}
+    layouts = {name: (packing, array.shape) for name, (packing, array) in held.items()}
+    shared = {name: held[name] for name in params if layouts.get(name) == (packing_of[name], params[name].shape)}
     params = {name: array for name, array in params.items() if name not in shared}
     packed = {
         name: kernels.packed_bytes(op, array.shape, array.dtype.itemsize, num_matrices)

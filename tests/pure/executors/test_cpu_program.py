@@ -70,6 +70,15 @@ def test_a_program_makes_the_bits_of_its_ops(hidden, inner, is_read_twice):
     assert not is_read_twice or np.array_equal(found["both"], both)  # of all tokens
 
 
+def test_programs_share_parameters_of_one_name_and_shape():
+    graph, params = gated_graph(96, 160, False)
+    first = CpuProgram(graph, params)
+    other, other_params = gated_graph(64, 160, False)
+    again, another = CpuProgram(graph, params, first), CpuProgram(other, other_params, first)
+    assert all(again._held[name][1] is first._held[name][1] for name in params)
+    assert [name for name in params if another._held[name][1] is first._held[name][1]] == ["bias"]
+
+
 def product_graph(op: str, width: int, num_out: int) -> tuple[Graph, dict[str, np.ndarray]]:
     """Build a graph that multiplies rows of a table with a quantized weight and computes the swiglu of the product."""
     packed_width = -(-width // 128) * 64 if op.startswith("linear_int4") else width

@@ -57,6 +57,22 @@ def run(executor, config, num_blocks, times=1):
     return answers, loop
 
 
+def check_answers(executor, setting, expected, is_right):
+    """Check that answers with drafts are the expected ones, and that drafts are right or wrong. `setting` is the config
+    and the number of blocks. The executor has no policy, so that all is drafted. Return the statistics."""
+    config, num_blocks = setting
+    executor.allocate(num_blocks)
+    answers, loop = run(executor, config, num_blocks, times=2)
+    executor.close()
+    assert answers == expected
+    stats = loop.stats()
+    share = stats["num_accepted_tokens"] / stats["num_drafted_tokens"]
+    assert share > 0.6 if is_right else share < 0.4
+    assert (stats["num_preemptions"] > 0) == (num_blocks < 400)
+    assert stats["num_cached_tokens"] > 0
+    return stats
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Return a model, and one with other weights and fewer layers."""
@@ -90,16 +106,7 @@ def test_answers_with_a_draft_model_are_those_without(checkpoints, graph_dirs, t
     config = replace(config, speculate_method="draft", **settings)
     draft_dir = export_draft_model(graph_dirs[num_ranks], config, lambda text: None)
     source = make_draft_source(draft_dir, Manifest.read(graph_dirs[num_ranks]), config)
-    executor = with_drafts(model, config, None, source)  # without a policy, so that all is drafted
-    executor.allocate(num_blocks)
-    answers, loop = run(executor, config, num_blocks, times=2)
-    executor.close()
-    assert answers == expected
-    stats = loop.stats()
-    share = stats["num_accepted_tokens"] / stats["num_drafted_tokens"]
-    assert share > 0.6 if draft == "itself" else share < 0.4
-    assert (stats["num_preemptions"] > 0) == (num_blocks < 400)
-    assert stats["num_cached_tokens"] > 0
+    check_answers(with_drafts(model, config, None, source), (config, num_blocks), expected, draft == "itself")
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,14 @@ import numpy as np
 import pytest
 
 from engine.errors import ConfigError
-from engine.executors import make_executor, make_mtp_source
-from engine.executors.drafting import with_drafts
+from engine.executors import make_executor
 from engine.exporting.by_settings import options_of
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, export
-from engine.exporting.manifest import Manifest
 from engine.models.eagle3 import FILE
 from engine.models.keys import ModelError
 from tests.eagle3_checkpoints import LAYER_IDS, make_head, make_model, make_right
-from tests.pure.executors.test_draft_model import run
-from tests.pure.executors.test_mtp import BASE, BLOCK_SIZE, NUM_DRAFTS, check_drafts
+from tests.pure.executors.test_mtp import BASE, BLOCK_SIZE, NUM_DRAFTS, check_drafts, check_layer_answers
 from tests.quantized_checkpoints import change_tensors
 
 GOLDEN = Path(__file__).parents[3] / "tests/golden/eagle3"
@@ -54,24 +51,7 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(family, graph_dir):
 )
 def test_answers_with_a_head_are_those_without(case, graph_dir):
     """The second round finds the prompts of the first in the prefix cache, with the head's part of it."""
-    family, is_right, num_blocks = case
-    config = replace(BASE, block_ratio=0.9)
-    executor = make_executor(graph_dir(family, is_right), config)
-    executor.allocate(400)
-    expected, _ = run(executor, config, 400)
-    config = replace(DRAFTING, block_ratio=0.9)
-    source = make_mtp_source(executor, Manifest.read(graph_dir(family, is_right)), config)
-    drafting = with_drafts(executor, config, None, source)  # without a policy, so that all is drafted
-    drafting.allocate(num_blocks)
-    answers, loop = run(drafting, config, num_blocks, times=2)
-    drafting.close()
-    assert answers == expected
-    stats = loop.stats()
-    share = stats["num_accepted_tokens"] / stats["num_drafted_tokens"]
-    assert share > 0.6 if is_right else share < 0.4
-    assert (stats["num_preemptions"] > 0) == (num_blocks < 400)
-    assert stats["num_cached_tokens"] > 0
-    assert stats["num_drafted_tokens/eagle3/1"] > 0
+    check_layer_answers(graph_dir, case, DRAFTING)
 
 
 def test_the_export_for_the_settings_has_the_head_and_changes_with_it(tmp_path):
