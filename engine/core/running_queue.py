@@ -3,8 +3,6 @@ steps and the clock."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from engine.core.block_pool import OutOfBlocks
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits
@@ -215,6 +213,6 @@ class RunningQueue:
 
 def _arrival(request: Request, token_ids: list[int], num_computed: int) -> Arrival:
     """Return the arrival of a request that computes its tokens from position `num_computed` on."""
-    spans = [each if each.end > num_computed else replace(each, embeddings=b"") for each in request.spans]
+    spans = [each if each.end > num_computed else each.without_content() for each in request.spans]
     scope = (request.owner, request.salt)
     return Arrival(request.slot, token_ids, request.prompt_len, request.sampling, spans, scope)

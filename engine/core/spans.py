@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -26,6 +26,13 @@ class PromptSpan:
     # Patches after merging as (frames, rows, columns), whose product is `length`: the 3-D positions of a model with
     # M-RoPE. Without a grid the positions are those of text.
     grid: tuple[int, int, int] | tuple[()] = ()
+    # u8 [height, width, 3] of an image whose embeddings are not computed yet. The size follows from the grid and the
+    # pixels that a token stands for.
+    pixels: bytes = b""
+
+    def without_content(self) -> PromptSpan:
+        """Return the span without its embeddings and pixels, for a prompt whose cached prefix covers it."""
+        return replace(self, embeddings=b"", pixels=b"")
 
     @property
     def end(self) -> int:

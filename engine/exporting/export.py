@@ -50,6 +50,8 @@ COPIED_FILES = (
     "added_tokens.json",
     "generation_config.json",
     "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 OnProgress = Callable[[str], None]
 
@@ -255,7 +257,8 @@ def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: OnProgress) -> No
 
 
 def copied_files(directory: Path) -> list[Path]:
-    """Return those files of a checkpoint that an exported model has as well: its tokenizer and what it generates by."""
+    """Return those files of a checkpoint that an exported model has as well: its tokenizer, its image processor and
+    what it generates by."""
     found = [path for name in COPIED_FILES if (path := directory / name).exists()]
     vocabulary = None if (directory / "tokenizer.json").exists() else model_file(directory)
     return [*found, vocabulary] if vocabulary else found

@@ -114,7 +114,10 @@ def test_random_spans_never_share_a_wrong_block(seed):
 
 def test_embeddings_are_sent_with_a_slot_unless_the_prefix_cache_has_the_span():
     scheduler, executor = a_server()
-    first, second = PromptSpan(1, 5, b"cat", b"numbers"), PromptSpan(6, 12, b"dog", b"more")
+    first, second = (
+        PromptSpan(1, 5, b"cat", b"numbers", pixels=b"pixels"),
+        PromptSpan(6, 12, b"dog", b"more", pixels=b"pixels"),
+    )
     sent = []
     for prompt_len in (20, 20, 30):
         request = a_prompt(first, second, length=prompt_len)
@@ -122,6 +125,7 @@ def test_embeddings_are_sent_with_a_slot_unless_the_prefix_cache_has_the_span():
         scheduler.add(request)
         batch = scheduler.next_batch()
         scheduler.apply(executor.launch(batch).result())
+        assert all(span.pixels == (span.embeddings and b"pixels") for span in batch.arrivals[0].spans)
         sent.append([span.embeddings for span in batch.arrivals[0].spans])
         run(scheduler, executor)
     assert sent == [[b"numbers", b"more"], [b"", b"more"], [b"", b""]]  # 0, 16 and 20 tokens are found
