@@ -64,7 +64,8 @@ def make_draft_source(draft_dir: Path | None, manifest: Manifest, config: Config
     """Load the exported draft model in `draft_dir` for the model of `manifest`. Without one, return None."""
     if draft_dir is None:
         return None
-    from engine.executors.cpu.draft_model import CpuDraftModel, SlotSizes
+    from engine.executors.cpu.draft_model import CpuDraftModel
+    from engine.executors.draft_slots import SlotSizes
     from engine.executors.model_drafts import ModelDrafts
 
     model = CpuDraftModel.load(draft_dir, SlotSizes.of(manifest, config.batch_size))

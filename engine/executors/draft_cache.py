@@ -30,12 +30,15 @@ class DraftCache:
     def allocate(self, num_blocks: int) -> None:
         """Forget everything, and begin with a pool of `num_blocks` empty blocks."""
         self._filled = np.zeros(num_blocks, np.int32)
+        self._num_blocks = [0] * len(self.tables)
 
     def place(self, batch: Batch) -> list[tuple[int, int]]:
         """Note the new requests and blocks of a step. Return the pairs of blocks that have to be copied."""
         copies = [copy for copy in batch.copies if copy.group == self.group]
         for copy in copies:
             self._filled[copy.target] = self._filled[copy.source]
+        if batch.swaps:
+            self._filled[[block for block, _ in batch.swaps.back]] = 0  # only the target model's part comes back
         for arrival in batch.arrivals:
             self._num_blocks[arrival.slot] = self._num_valid[arrival.slot] = 0
             self._guessed[arrival.slot] = []
@@ -45,6 +48,15 @@ class DraftCache:
         for copy in copies:
             self.tables[copy.slot, copy.place] = copy.target
         return [(copy.source, copy.target) for copy in copies]
+
+    def tables_of(self, slots: Sequence[int], width: int, null_block: int) -> np.ndarray:
+        """Return the first `width` columns of the block tables of slots, with `null_block` behind the blocks that a
+        slot has: i32 [slots, width]."""
+        tables, columns = np.full((len(slots), width), null_block, np.int32), self.tables[slots, :width]
+        num_blocks = np.array([self._num_blocks[slot] for slot in slots])
+        is_there = np.arange(columns.shape[1]) < num_blocks[:, None]
+        tables[:, : columns.shape[1]] = np.where(is_there, columns, null_block)
+        return tables
 
     def start(self, slot: int, token_ids: Sequence[int]) -> int:
         """Return the first position that must be computed before a token can be drafted behind `token_ids`, which are

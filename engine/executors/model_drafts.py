@@ -17,7 +17,7 @@ from engine.executors.drafted_slot import DraftedSlot, Drafts
 
 NUM_LEVELS = 4  # of how often the drafts of a request were right lately
 SHORT = 16  # tokens that a row may lack in the draft model's cache and still be drafted for in the same step
-CHUNK = 256  # tokens of prompts that the draft model reads in one step
+CHUNK = 256  # tokens of prompts that a draft model on a CPU reads in one run
 
 
 class DraftRow(NamedTuple):
@@ -28,7 +28,7 @@ class DraftRow(NamedTuple):
     token_ids: Sequence[int]
     samples: bool  # a token after the last one
     num_answered: int  # tokens of the answer up to there, which select the random number
-    states: np.ndarray | None = None  # f32 [tokens, H], only for an MTP layer: what it reads beside each token
+    states: np.ndarray | None = None  # [tokens, ...], only for an MTP layer: what it reads beside each token
 
 
 class DraftModel(Protocol):
@@ -37,12 +37,16 @@ class DraftModel(Protocol):
     cache: DraftCache
     max_seq_len: int
     block_bytes: int
+    chunk: int  # tokens of prompts that it reads in one run
 
     def allocate(self, num_blocks: int) -> None: ...
 
     def place(self, batch: Batch) -> None: ...
 
-    def run(self, rows: Sequence[DraftRow]) -> list[int]: ...
+    def run(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
+        """Compute the rows. Return, for each row that samples, one token or several up to `num_drafts`, in which case
+        it has also computed all of them but the last."""
+        ...
 
 
 class Wish(NamedTuple):
@@ -59,7 +63,7 @@ class ModelDrafts:
     """Source of drafts that owns a draft model.
 
     The policy chooses the numbers of drafts before they are made, from the acceptance by position. The draft model
-    reads the tokens of a request when it drafts for it for the first time, at most CHUNK tokens in a step.
+    reads the tokens of a request when it drafts for it for the first time, at most `chunk` tokens in a step.
     """
 
     method = "draft"
@@ -127,22 +131,31 @@ class ModelDrafts:
 
     def _make(self, wishes: Sequence[Wish], step_s: float) -> list[tuple[Wish, list[int]]]:
         """Return the draft tokens of the rows. `step_s` is the time of a step without drafts."""
-        first, ready = self._first_rows(wishes, step_s)
+        rows, ready = self._first_rows(wishes, step_s)
         made: list[tuple[Wish, list[int]]] = [(wish, []) for wish in ready]
-        rows, alive, position = first, made, 0
+        alive = made
         while rows:
-            tokens = self._run(rows, len(alive))
-            for (_, drafts), token_id in zip(alive, tokens, strict=True):
-                if 0 <= token_id < self._vocab_size:  # padded vocabularies may have different sizes
-                    drafts.append(token_id)
-            position += 1
+            left = max((wish.num_drafts - len(drafts) for wish, drafts in alive), default=0)
+            for (wish, drafts), tokens in zip(alive, self._run(rows, left), strict=True):
+                self._extend(wish, drafts, tokens)
+            position = max((len(drafts) for _, drafts in alive), default=0)
             alive = [each for each in alive if len(each[1]) == position < each[0].num_drafts]
             rows = [self._next_row(wish, drafts) for wish, drafts in alive]
         return made
 
+    def _extend(self, wish: Wish, drafts: list[int], tokens: Sequence[int]) -> None:
+        """Add the tokens of a run to the drafts of a row, up to their number and to the first that the target model
+        does not have: padded vocabularies may have different sizes."""
+        for token_id in tokens[: wish.num_drafts - len(drafts)]:
+            if not 0 <= token_id < self._vocab_size:
+                return
+            drafts.append(token_id)
+        for token_id in tokens[: len(drafts)][:-1]:
+            self._model.cache.guess(wish.slot, token_id)
+
     def _first_rows(self, wishes: Sequence[Wish], step_s: float) -> tuple[list[DraftRow], list[Wish]]:
         """Return the rows of the first run, and the wishes that it samples for. The others only read tokens."""
-        rows, ready, budget = [], [], CHUNK
+        rows, ready, budget = [], [], self._model.chunk
         for wish in wishes:
             start, end = self._model.cache.start(wish.slot, wish.token_ids), len(wish.token_ids)
             if end - start > SHORT:
@@ -163,11 +176,14 @@ class ModelDrafts:
         position = len(wish.token_ids) + len(drafts) - 1
         return DraftRow(wish.slot, position, drafts[-1:], True, position + 1 - wish.prompt_len)
 
-    def _run(self, rows: Sequence[DraftRow], num_sampled: int) -> list[int]:
+    def _run(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
         began = time.perf_counter()
-        tokens = self._model.run(rows)
+        tokens = self._model.run(rows, num_drafts)
+        seconds, depth = time.perf_counter() - began, len(tokens[0]) if tokens else 1
         num_read = sum(len(row.token_ids) for row in rows if len(row.token_ids) > SHORT)
-        self.invested_s += self._costs.observe(num_sampled, num_read, time.perf_counter() - began)
+        # A run that also reads prompts samples its further tokens in the usual time.
+        seconds = seconds - (depth - 1) * self._costs.run_s(len(tokens)) if num_read else seconds / depth
+        self.invested_s += self._costs.observe(len(tokens), num_read, seconds)
         return tokens
 
 

@@ -12,23 +12,26 @@ import numpy as np
 from engine.core.types import Batch, Row
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot, Drafts
-from engine.executors.model_drafts import CHUNK, SHORT, DraftModel, DraftRow, ModelDrafts, Wish
+from engine.executors.model_drafts import SHORT, DraftModel, DraftRow, ModelDrafts, Wish
 
 
 class MtpLayer(DraftModel, Protocol):
     """An MTP layer or an EAGLE-3 head on a device."""
 
-    drafted_states: dict[int, np.ndarray]  # f32 [1, H] by slot: its own hidden state of the last token it has sampled
+    # By slot, its own hidden state of the last token it has sampled, if it samples one token in a run.
+    drafted_states: dict[int, np.ndarray]
 
-    @property
-    def step_states(self) -> np.ndarray: ...
+    def step_states(self, rows: Sequence[Row]) -> np.ndarray:
+        """Return the hidden states of all tokens of the step that has just run, [tokens, ...]. They are arrays of
+        numbers, f32 [tokens, H], or stand for states on a device, then 0 stands for zeros."""
+        ...
 
 
 class Unread(NamedTuple):
     """Hidden states of known tokens of a slot that the layer has not read, from position `start` on."""
 
     start: int
-    states: np.ndarray  # f32 [n, H]
+    states: np.ndarray  # [n, ...]
 
     @property
     def end(self) -> int:
@@ -58,7 +61,7 @@ class MtpDrafts(ModelDrafts):
             self._unread.pop(arrival.slot, None)
 
     def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
-        states, first, step_s = self._model.step_states, 0, (policy and policy.step_s(len(rows))) or float("inf")
+        states, first, step_s = self._model.step_states(rows), 0, (policy and policy.step_s(len(rows))) or float("inf")
         for row in rows:
             of_row = states[first : first + len(row.token_ids)]
             first += len(row.token_ids)
@@ -71,9 +74,9 @@ class MtpDrafts(ModelDrafts):
                 del self._unread[slot]
             return
         unread_rows = [self._all_but_last(slot, slots[slot].token_ids) for slot in long]
-        for piece in _pieces(unread_rows):
+        for piece in _pieces(unread_rows, self._model.chunk):
             began = time.perf_counter()
-            self._model.run(piece)
+            self._model.run(piece, 0)
             self._costs.observe(0, sum(len(row.token_ids) for row in piece), time.perf_counter() - began)
 
     def drafts(
@@ -100,8 +103,10 @@ class MtpDrafts(ModelDrafts):
         unread = self._unread.pop(slot)
         start = min(self._model.cache.num_valid(slot), unread.start)
         self._model.cache.advance(slot, unread.end)
-        states = np.pad(unread.states, ((unread.start - start, 0), (0, 0)))
-        return DraftRow(slot, start, token_ids[start + 1 : unread.end + 1], False, 0, states)
+        missing = np.zeros((unread.start - start, *unread.states.shape[1:]), unread.states.dtype)
+        return DraftRow(
+            slot, start, token_ids[start + 1 : unread.end + 1], False, 0, np.concatenate([missing, unread.states])
+        )
 
     def _all_but_last(self, slot: int, token_ids: Sequence[int]) -> DraftRow:
         """Return a row that reads the states of a slot except the last one, from which the layer drafts later."""
@@ -126,10 +131,10 @@ class MtpDrafts(ModelDrafts):
         return DraftRow(wish.slot, position, drafts[-1:], True, num_answered, self._model.drafted_states[wish.slot])
 
 
-def _pieces(rows: Sequence[DraftRow]) -> Iterator[list[DraftRow]]:
-    """Yield the rows in lists of at most CHUNK tokens. A longer row is divided."""
+def _pieces(rows: Sequence[DraftRow], size: int) -> Iterator[list[DraftRow]]:
+    """Yield the rows in lists of at most `size` tokens. A longer row is divided."""
     piece: list[DraftRow] = []
-    room = CHUNK
+    room = size
     for row in rows:
         while row.token_ids:
             assert row.states is not None
@@ -139,6 +144,6 @@ def _pieces(rows: Sequence[DraftRow]) -> Iterator[list[DraftRow]]:
             room -= count
             if not room:
                 yield piece
-                piece, room = [], CHUNK
+                piece, room = [], size
     if piece:
         yield piece

@@ -4,61 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from engine import graph
-from engine.core.cache_groups import PAGED
-from engine.core.types import Batch, Sampling
+from engine.core.types import Batch, Row
 from engine.executors.cpu.executor import CpuExecutor
 from engine.executors.cpu.program import CpuProgram, allocated
-from engine.executors.draft_cache import DraftCache
+from engine.executors.draft_slots import DraftSlots, SlotSizes
 from engine.executors.model_drafts import CHUNK, DraftRow
 from engine.exporting.manifest import Manifest
 from engine.models import eagle3
 from engine.models.kv_cache import CacheSpec
 from engine.models.layers import HIDDEN, LOGITS, PREVIOUS_STATES
 from engine.ops import cpu
-from engine.ops.sampling_rows import SamplingRows
-from engine.sampling_parameters import PARAMETERS
-
-# Penalties would need the tokens before; without them, drafts are only accepted less often.
-COPIED = [parameter.name for parameter in PARAMETERS if not parameter.is_penalty]
-
-
-class SlotSizes(NamedTuple):
-    """Sizes of the target model that its draft model shares, and the index of the cache group with the block ids."""
-
-    num_slots: int
-    max_blocks: int  # of the longest request
-    block_size: int
-    group: int
-
-    @classmethod
-    def of(cls, model: Manifest, num_slots: int) -> SlotSizes:
-        """Return the sizes of an exported model that serves so many requests at once."""
-        group = [each.kind for each in model.graph().cache_groups].index(PAGED)
-        return cls(num_slots, -(-model.max_seq_len // model.block_size), model.block_size, group)
 
 
 class CpuDraftModel:
-    """Draft model in the process of the first rank. Owns its program, its KV cache and the sampling rows of the slots.
+    """Draft model in the process of the first rank. Owns its program, its KV cache and the state of the slots."""
 
-    It draws tokens with the random numbers of the requests, at the same places of the answer: a draft model that
-    computes the same probabilities draws the same tokens.
-    """
+    chunk = CHUNK
 
     def __init__(self, program: CpuProgram, specs: Sequence[CacheSpec], max_seq_len: int, sizes: SlotSizes):
         """Take the program of the draft model and its caches. `sizes` are those of the target model."""
-        self.max_seq_len, num_slots = max_seq_len, sizes.num_slots
+        self.max_seq_len = max_seq_len
         self._specs = specs
         self.block_bytes = sum(spec.block_bytes for spec in specs)
-        self.cache = DraftCache(num_slots, sizes.max_blocks, sizes.block_size, sizes.group)
+        self._slots = DraftSlots(sizes)
+        self.cache = self._slots.cache
         self._block_size = sizes.block_size
         self._program = program
         self._caches: dict[str, np.ndarray] = {}
-        self._rows = SamplingRows.greedy(num_slots)  # its `counter` is not used
 
     @classmethod
     def load(cls, graph_dir: Path, sizes: SlotSizes) -> CpuDraftModel:
@@ -81,62 +57,32 @@ class CpuDraftModel:
         rows = [DraftRow(slot, 0, [0], True, 0) for slot in range(num_slots)]
         rows.append(DraftRow(0, 0, [0] * min(CHUNK, self._block_size), False, 0))
         for _ in range(2):
-            self.run(rows)
+            self.run(rows, 1)
 
     def place(self, batch: Batch) -> None:
         """Note the new requests and blocks of a step of the target model, and copy blocks as it does."""
-        for arrival in batch.arrivals:
-            self._set_sampling(arrival.slot, arrival.sampling)
-        for source, target in self.cache.place(batch):
+        for source, target in self._slots.place(batch):
             for each in self._caches.values():
                 each[target] = each[source]
 
-    def run(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Compute the tokens of the rows, and return a token for each row that samples; a negative one if none can be
+    def run(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
+        """Compute the tokens of the rows, and return one token for each row that samples; a negative one if none can be
         sampled."""
         sampling = [row for row in rows if row.samples]
         logits = self._logits(rows, sampling)
-        values = SamplingRows(self._rows.values[[row.slot for row in sampling]])
+        values = self._slots.sampling_rows(sampling)
         if not values.temperature.any():  # the sampler takes longer than a small model
-            return logits.argmax(axis=1).tolist() if sampling else []
-        values.counter[:] = [row.num_answered for row in sampling]
-        return cpu.sample(logits, values).token_ids.tolist()
+            return logits.argmax(axis=1)[:, None].tolist() if sampling else []
+        return cpu.sample(logits, values).token_ids[:, None].tolist()
 
     def _logits(self, rows: Sequence[DraftRow], sampling: Sequence[DraftRow]) -> np.ndarray:
         return self._program.run(self._inputs(rows))[LOGITS]
 
-    def _set_sampling(self, slot: int, sampling: Sampling) -> None:
-        for name in COPIED:
-            self._rows.values[name][slot] = getattr(sampling, name)
-        self._rows.seed[slot] = sampling.seed
-
     def _inputs(self, rows: Sequence[DraftRow]) -> dict[str, np.ndarray]:
         """Return the inputs of the graph (docs/ops.md), without the caches."""
-        starts = np.array([row.start for row in rows], np.int32)
-        slots = [row.slot for row in rows]
-        if all(row.samples and len(row.token_ids) == 1 for row in rows):  # all runs but the first
-            ends = np.arange(len(rows) + 1, dtype=np.int32)
-            return {
-                "token_ids": np.array([row.token_ids[0] for row in rows], np.int32),
-                "positions": starts,
-                "query_starts": ends,
-                "context_lens": starts,
-                "block_tables": self.cache.tables[slots, : int(starts.max()) // self._block_size + 1],
-                "logit_rows": ends[:-1],
-            }
-        lengths = np.array([len(row.token_ids) for row in rows], np.int32)
-        query_starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(lengths, out=query_starts[1:])
-        width = int((starts + lengths).max() - 1) // self._block_size + 1
-        positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], lengths)
-        return {
-            "token_ids": np.array([token_id for row in rows for token_id in row.token_ids], np.int32),
-            "positions": positions,
-            "query_starts": query_starts,
-            "context_lens": starts,
-            "block_tables": self.cache.tables[slots, :width],
-            "logit_rows": (query_starts[1:] - 1)[[row.samples for row in rows]],
-        }
+        width = max(row.start + len(row.token_ids) - 1 for row in rows) // self._block_size + 1
+        tables = self.cache.tables[[row.slot for row in rows], :width]
+        return {**self._slots.inputs(rows), "block_tables": tables}
 
 
 class CpuMtpLayer(CpuDraftModel):
@@ -152,8 +98,7 @@ class CpuMtpLayer(CpuDraftModel):
         self.drafted_states: dict[int, np.ndarray] = {}
         super().__init__(program, specs, model.max_seq_len, SlotSizes.of(model, num_slots))
 
-    @property
-    def step_states(self) -> np.ndarray:
+    def step_states(self, rows: Sequence[Row]) -> np.ndarray:
         """Return the last hidden states of the tokens of the last step, f32 [tokens, H], valid until the next."""
         assert self._executor.states is not None
         return self._executor.states

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.core.types import Arrival, Batch, Copy, Row, Sampling
+from engine.core.types import Arrival, Batch, Copy, Row, Sampling, Swaps
 from engine.executors.draft_cache import DraftCache
 
 SIZE = 4
@@ -61,3 +61,16 @@ def test_a_copied_block_keeps_what_is_computed_of_it(cache):
     assert arrive(cache, 1, [5, 6, 3], start=10, copies=copies) == [(7, 3)]
     assert cache.start(1, [*TOKENS, 50]) == 10
     assert cache.tables[1, :3].tolist() == [5, 6, 3]
+
+
+def test_blocks_that_come_back_from_the_host_are_empty(cache):
+    cache.advance(0, 10)
+    cache.place(Batch([], swaps=Swaps([], [(6, 0)])))
+    arrive(cache, 1, [5, 6, 3], start=8)
+    assert cache.start(1, TOKENS) == 4
+
+
+def test_behind_the_blocks_of_a_slot_its_table_has_the_null_block(cache):
+    arrive(cache, 1, [1, 2, 3, 4])
+    arrive(cache, 1, [7])
+    assert cache.tables_of([1, 0], 5, 8).tolist() == [[7, 8, 8, 8, 8], [5, 6, 7, 8, 8]]
