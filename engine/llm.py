@@ -17,7 +17,7 @@ from tqdm import tqdm
 from engine.core.loop import EngineLoop
 from engine.core.types import Logprobs, Request
 from engine.core.updates import FAILED, Update
-from engine.errors import InvalidRequest, NoToken
+from engine.errors import ConfigError, InvalidRequest, NoToken
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
 from engine.exporting.by_settings import options_of
@@ -88,6 +88,10 @@ class LLM:
 
     def __init__(self, model: str | Path, **settings: Any):
         config = with_device(Config.from_env().changed(**own_keywords(settings)))
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"DATA_PARALLEL_SIZE is {config.data_parallel_size}: an LLM is one engine; several need a server"
+            )
         graph_dir = Path(model)
         if not is_exported(graph_dir):
             options = options_of(config, graph_dir)

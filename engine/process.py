@@ -26,7 +26,7 @@ from engine.link.messages import ModelBounds, most_bytes
 from engine.link.server import Server
 from engine.log import configure
 from engine.settings.config import Config
-from engine.settings.processes import ENGINE_PROGRESS_FILE
+from engine.settings.processes import ENGINE_PROGRESS_FILE, ENGINE_SOCKET
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +35,12 @@ def main() -> NoReturn:
     config = Config.from_env()
     configure(config.log_level)
     try:
-        server = Server(f"ipc://{config.engine_socket}", most_bytes(config))
+        server = Server(f"ipc://{config.engine_path(ENGINE_SOCKET, config.engine_index)}", most_bytes(config))
     except zmq.ZMQError as error:
         text = f"RUN_DIR is {str(config.run_path)!r}, the engine cannot listen in it: {error.strerror}"
         raise ConfigError(text) from None
-    server.on_first_tokens = lambda: note_progress(config.run_path / ENGINE_PROGRESS_FILE)
+    progress_file = config.engine_path(ENGINE_PROGRESS_FILE, config.engine_index)
+    server.on_first_tokens = lambda: note_progress(progress_file)
     server.set_starting(LOADING)
     loop, bounds = make_loop(config, server.set_starting)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -66,9 +67,10 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[EngineLoop, 
     from engine.exporting.manifest import Manifest
     from engine.grammars.pool import GrammarPool
     from engine.serving.lora_registry import LoraRegistry
-    from engine.settings.device import with_device
+    from engine.settings.device import take_gpus, with_device
     from engine.text.tokenizer import Tokenizer
 
+    take_gpus(config)
     config = with_device(config)
     model = Manifest.read(config.graph_path)
     grammars = GrammarPool(partial(Tokenizer.load, config.graph_path), model.vocab_size, config)

@@ -24,7 +24,7 @@ Ask = Callable[[], AsyncGenerator[Delta, None]]
 
 def max_concurrent_requests(config: Config) -> int:
     """Return how many requests of one exchange may run at the same time. Half of the queue is left to other clients."""
-    return min(MAX_AT_ONCE, config.batch_size + config.max_cached_task_num // 2)
+    return min(MAX_AT_ONCE, config.max_running + config.max_cached_task_num // 2)
 
 
 async def run_concurrently(

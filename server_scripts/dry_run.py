@@ -86,7 +86,7 @@ def _cache_lines(sizes: BlockSizes) -> list[str]:
 def _free_bytes(config: Config) -> int:
     """Return the memory that a rank may use, for weights and KV cache."""
     if config.device == CPU:
-        return free_memory_bytes() // len(config.machines.ranks)
+        return free_memory_bytes() // (len(config.machines.ranks) * config.data_parallel_size)
     import torch  # only here: it takes seconds to import
 
     free, total = torch.cuda.mem_get_info(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,13 @@ class Observation:
     num_failures: int = 0  # failures in a row
     checked: bool = False  # a real request was answered through every port, or by the model after a reload
     check_error: str = ""  # why it was not, after CHECK_FOR_S
+
+    def of_engine(self, index: int) -> Observation:
+        """Return the observation of the engine with this index."""
+        if self.state is None or not (engines := self.state.get("engines")):
+            return self
+        silent_s, step_s = engines[index]
+        return replace(self, state={**self.state, "engine_silent_s": silent_s, "engine_step_s": step_s})
 
 
 class HealthMonitor:
@@ -101,19 +108,20 @@ class HealthMonitor:
             return replace(seen, check_error=str(error) if time.monotonic() > self._check_until else "")
 
 
-def note_healthy(seen: Observation, engine: Child | None, others: list[Child]) -> None:
+def note_healthy(seen: Observation, engines: Sequence[Child], others: Sequence[Child]) -> None:
     """Mark processes as healthy.
 
-    An answer of the model proves that all are, except the engine, which must have answered the model since its own
-    start.
+    An answer of the model proves that all are, except the engines, each of which must have answered the model since its
+    own start.
     """
     if seen.state is None:
         return
     for child in others:
         if child.was_running(seen.at):
             child.healthy_since = child.healthy_since or seen.at
-    if engine and engine.was_running(seen.at) and _engine_silent_s(seen) < seen.at - engine.started_at:
-        engine.healthy_since = engine.healthy_since or seen.at
+    for index, engine in enumerate(engines):
+        if engine.was_running(seen.at) and _engine_silent_s(seen.of_engine(index)) < seen.at - engine.started_at:
+            engine.healthy_since = engine.healthy_since or seen.at
 
 
 def why_triton_must_end(seen: Observation, triton: Child, config: Config) -> str:

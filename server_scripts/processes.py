@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.settings.config import Config
 from engine.settings.device import may_be_gpu
-from engine.settings.processes import ENGINE_PROGRESS_FILE, ENGINE_SUSPECT_FILE, TRITON_FOLDER
+from engine.settings.processes import ENGINE_PROGRESS_FILE, ENGINE_SUSPECT_FILE, TRITON_FOLDER, of_engine
 from server_scripts import triton
 from server_scripts.child import ChildSpec, without_secrets
 from server_scripts.run_dir import RunDir
@@ -34,7 +34,14 @@ MEMORY_DEFAULTS = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072", 
 
 def log_paths(config: Config) -> dict[str, Path]:
     """Return the log file of each process."""
-    return {name: config.log_path / file_name for name, file_name in LOG_NAMES.items()}
+    more = range(1, config.data_parallel_size)
+    names = LOG_NAMES | {of_engine(ENGINE, index): f"infer_server-{index}.log" for index in more}
+    return {name: config.log_path / file_name for name, file_name in names.items()}
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of the process with this name, which is ENGINE for `engine` and `engine-1`."""
+    return name.partition("-")[0]
 
 
 def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir) -> list[ChildSpec]:
@@ -44,7 +51,8 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
     if config.mp_nnode > 1:
         environ["HOST_IP"] = config.machines.ips[config.machines.host]  # also while the address is missing
     logs, python = log_paths(config), [sys.executable, "-m"]
-    specs = [engine_spec(config, environ, logs[ENGINE]), triton_spec(config, environ, run_dir, logs[TRITONSERVER])]
+    specs = [engine_spec(config, environ, index) for index in range(config.data_parallel_size)]
+    specs.append(triton_spec(config, environ, run_dir, logs[TRITONSERVER]))
     for index in range(config.push_mode_http_workers):
         command = [*python, "gateway", f"--index={index}"]
         env = {**MEMORY_DEFAULTS, **environ, "API_KEY": config.api_key, "API_KEYS": config.api_keys}
@@ -53,17 +61,17 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
     return specs
 
 
-def engine_spec(config: Config, environ: dict[str, str], log_path: Path) -> ChildSpec:
-    """Return the spec of the engine process."""
-    command = [sys.executable, "-m", "engine.process"]
+def engine_spec(config: Config, environ: dict[str, str], index: int) -> ChildSpec:
+    """Return the spec of the engine process with this index."""
+    name = of_engine(ENGINE, index)
     return ChildSpec(
-        name=ENGINE,
-        command=command,
-        env=environ,
-        log_path=log_path,
+        name=name,
+        command=[sys.executable, "-m", "engine.process"],
+        env={**environ, "ENGINE_INDEX": str(index)},
+        log_path=log_paths(config)[name],
         max_crashes=config.engine_max_crashes,
-        progress_file=config.run_path / ENGINE_PROGRESS_FILE,
-        suspect_file=config.run_path / ENGINE_SUSPECT_FILE,
+        progress_file=config.engine_path(ENGINE_PROGRESS_FILE, index),
+        suspect_file=config.engine_path(ENGINE_SUSPECT_FILE, index),
     )
 
 

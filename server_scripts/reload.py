@@ -24,7 +24,7 @@ from engine.settings.served import SERVED_FILE, Served, ServedModel
 from engine.settings.stopping import Stopping
 from server_scripts.child import Child, ChildSpec
 from server_scripts.probe import OPEN_TIMEOUT_S, ProbeError
-from server_scripts.processes import ENGINE, TRITONSERVER, all_specs
+from server_scripts.processes import ENGINE, TRITONSERVER, all_specs, kind_of
 from server_scripts.report import StartProgress
 from server_scripts.run_dir import RunDir
 from server_scripts.shutdown import ENGINE_STOP_S, STOP_MARGIN_S, ask_to_end, kill_late
@@ -177,7 +177,7 @@ def end_model(supervisor: Supervisor) -> None:
     """End the engine and tritonserver, which are idle."""
     supervisor.monitor.stop()
     supervisor.set_phase("ending the model")
-    children = [child for child in supervisor.children if child.spec.name in (ENGINE, TRITONSERVER)]
+    children = [child for child in supervisor.children if kind_of(child.spec.name) in (ENGINE, TRITONSERVER)]
     ask_to_end(supervisor, children, time.monotonic() + ENGINE_STOP_S)
     kill_late(supervisor, children)
     supervisor.run_dir.remove_shared_memory()
@@ -187,7 +187,7 @@ def install(supervisor: Supervisor, model: ReloadTarget) -> None:
     """Replace the specs of all children by those of `model`. Running gateways continue."""
     for index, spec in enumerate(model.specs):
         child = supervisor.children[index]
-        if spec.name in (ENGINE, TRITONSERVER):
+        if kind_of(spec.name) in (ENGINE, TRITONSERVER):
             supervisor.children[index] = Child(spec)
         else:
             child.spec = spec

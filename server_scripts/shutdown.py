@@ -17,7 +17,7 @@ from engine.settings.config import Config
 from engine.settings.processes import STOPPING_FILE
 from engine.settings.stopping import Stopping
 from server_scripts.child import Child
-from server_scripts.processes import ENGINE, HEALTH, TRITONSERVER
+from server_scripts.processes import ENGINE, HEALTH, TRITONSERVER, kind_of
 from server_scripts.run_dir import Process, children_of
 from server_scripts.supervisor import Supervisor
 
@@ -46,9 +46,9 @@ def shut_down(supervisor: Supervisor) -> None:
     supervisor.monitor.stop()
     supervisor.set_phase("stopping")
     _announce(supervisor, refuse_at)
-    engine = [child for child in supervisor.children if child.spec.name in (ENGINE, HEALTH)]
+    engine = [child for child in supervisor.children if kind_of(child.spec.name) in (ENGINE, HEALTH)]
     triton = [child for child in supervisor.children if child.spec.name == TRITONSERVER]
-    front = [child for child in supervisor.children if child.spec.name not in (ENGINE, HEALTH, TRITONSERVER)]
+    front = [child for child in supervisor.children if kind_of(child.spec.name) not in (ENGINE, HEALTH, TRITONSERVER)]
     ask_to_end(supervisor, front, deadline)
     is_idle = _wait_for_answers(supervisor, triton, deadline)
     if is_idle and not config.otlp_endpoint:

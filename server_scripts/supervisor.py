@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.settings.config import Config
-from engine.settings.processes import ENGINE_FAILED_FILE, STOPPING_FILE
+from engine.settings.processes import FAILED_SUFFIX, STOPPING_FILE
 from server_scripts import health
 from server_scripts.child import Child, ChildSpec
 from server_scripts.health import HealthMonitor, Observation
-from server_scripts.processes import ENGINE, TRITONSERVER
+from server_scripts.processes import ENGINE, TRITONSERVER, kind_of
 from server_scripts.run_dir import Process, RunDir, ServerState
 
 log = logging.getLogger("supervisor")
@@ -115,9 +115,9 @@ class Supervisor:
 
     def start_all(self) -> None:
         """Start all processes that are not running, and the health monitor."""
-        for name in (ENGINE_FAILED_FILE, STOPPING_FILE):
-            (self.run_dir.path / name).unlink(missing_ok=True)
+        (self.run_dir.path / STOPPING_FILE).unlink(missing_ok=True)
         for child in self.children:
+            (self.run_dir.path / f"{child.spec.name}{FAILED_SUFFIX}").unlink(missing_ok=True)
             if child.process is None:
                 self._start(child)
         self.monitor.start()
@@ -188,10 +188,11 @@ class Supervisor:
         """
         reason = f"the {child.spec.name} {child.exit_reason}, {child.num_crashes} times in a row"
         log.error("%s; it is not started again", reason)
+        name = f"{child.spec.name}{FAILED_SUFFIX}"
         try:
-            self.run_dir.write(ENGINE_FAILED_FILE, reason)
+            self.run_dir.write(name, reason)
         except OSError as error:
-            log.error("%s could not be written: %s", ENGINE_FAILED_FILE, error)
+            log.error("%s could not be written: %s", name, error)
 
     def _start_what_is_due(self) -> None:
         for child in self.children:
@@ -246,18 +247,20 @@ class Supervisor:
         if seen is self.seen:
             return
         self.seen = seen
-        triton, engine = self.named(TRITONSERVER), self.named(ENGINE)
-        health.note_healthy(seen, engine, [child for child in self.children if child is not engine])
+        triton = self.named(TRITONSERVER)
+        engines = [child for child in self.children if kind_of(child.spec.name) == ENGINE]
+        health.note_healthy(seen, engines, [child for child in self.children if kind_of(child.spec.name) != ENGINE])
         if triton is None or not triton.was_running(seen.at):
             return
-        has_ranks = engine and engine.healthy_since and self.config.mp_num > self.config.mp_nnode
-        for child in (triton, engine if has_ranks else None):
+        has_ranks = self.config.mp_num > self.config.mp_nnode
+        for child in (triton, *(engine for engine in engines if has_ranks and engine.healthy_since)):
             if seen.state is not None:
                 self._find_helpers(child)
         if self.state.phase == "ready":
             self._end(triton, health.why_triton_must_end(seen, triton, self.config))
-        if engine and engine.process:
-            self._end(engine, health.why_engine_must_end(seen, engine, triton, self.config))
+        for index, engine in enumerate(engines):
+            if engine.process:
+                self._end(engine, health.why_engine_must_end(seen.of_engine(index), engine, triton, self.config))
 
     def _end(self, child: Child, reason: str) -> None:
         if reason:

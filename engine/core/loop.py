@@ -42,6 +42,11 @@ class Stats(Counters):
     step_limit_s: float = 0.0  # how long it may take, estimated from earlier steps; 0: unknown
 
 
+# Fields of `Stats` that describe the current state of the scheduler and of the running step; the others are counters.
+GAUGES = ("num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_held")
+PROPERTIES = ("block_size", "step_age_s", "step_limit_s")
+
+
 class EngineLoop:
     """Owner of the scheduler and the executor. Without `grammars` no request may want a structured output."""
 

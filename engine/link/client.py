@@ -3,6 +3,7 @@
 A crash of the engine is transparent: when a new engine process answers, all open answers of the journal are submitted
 again with the tokens that they already have, and continue with the same tokens as without the crash, because sampling
 is greedy or seeded. A request that crashes every engine is found (`engine.link.crash_search`) and ended with an error.
+With several engines (`engine.link.engine_set`) the answers of a lost one are moved to the others.
 
 One thread owns the socket. It calls the listeners, which must not block. If it fails, the process ends.
 """
@@ -32,20 +33,29 @@ log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 0.25
 MAX_GAP_S = 1.0  # upper bound for the silence counted between two polls of the socket
+MAX_SILENCE_S = 2.0  # a ready engine answers four pings per second, also while it computes
 MAX_RECEIVED = 50  # messages per turn, so that a fast engine cannot delay pings and commands
 
 
 class EngineClient:
     """Connection to the engine process at `address`. The supervisor writes `failed_file` when it gives the engine up;
-    its text is the reason. `suspect_file` informs the supervisor of a request that is computed alone."""
+    its text is the reason. `suspect_file` informs the supervisor of a request that is computed alone. `on_lost` is
+    called when the engine has been restarted or given up, before its open answers are submitted again or ended."""
 
-    def __init__(self, address: str, failed_file: Path | None = None, suspect_file: Path | None = None):
+    def __init__(
+        self,
+        address: str,
+        failed_file: Path | None = None,
+        suspect_file: Path | None = None,
+        on_lost: Callable[[EngineClient], None] = lambda client: None,
+    ):
         self.stats: dict[str, Any] = {}  # statistics of the engine, from its last pong
         self.num_restarts = 0  # engine processes seen after the first
         self.silent_s = math.inf  # since the last message; pauses of this process do not count
         self._address = address
         self._failed_file, self._suspect_file = failed_file, suspect_file
-        self._journal = Journal()
+        self._on_lost = on_lost
+        self.journal = Journal()
         self._lock = threading.Lock()  # of the commands
         self._commands: deque[Callable[[], None]] = deque()
         self._pipe = list(os.pipe())  # wakes the thread; empty once closed
@@ -72,16 +82,20 @@ class EngineClient:
         EngineUnavailable if the engine has been given up or the client is closed."""
         if reason := self.failure():
             raise EngineUnavailable(reason)
+        self.adopt(JournalEntry.of(prompt_ids, answers, salt, queue_position))
+
+    def adopt(self, entry: JournalEntry) -> None:
+        """Submit an entry with what its answers have so far. Raises EngineUnavailable if the client is closed."""
         with self._lock:
             if self._closing:
                 raise EngineUnavailable("the server is stopping")
-            entry = self._journal.open(prompt_ids, answers, salt, queue_position)
+            self.journal.open(entry)
         self._command(lambda: self._crash_search.add(entry.name))
 
     def cancel(self, request_id: str, is_complete: bool = False) -> None:
         """Cancel an answer; its listener is not called any more. Has no effect if it has ended. `is_complete` states
         that the answer is complete, so that its tokens do not count as wasted."""
-        if found := self._journal.remove(request_id):
+        if found := self.journal.remove(request_id):
             self._command(lambda: self._cancelled(found[0], request_id, is_complete))
 
     def expire(self, request_id: str, error: RequestError) -> None:
@@ -97,8 +111,18 @@ class EngineClient:
             return None
 
     @property
+    def is_up(self) -> bool:
+        """Return whether the engine answers and takes requests."""
+        return self.silent_s <= MAX_SILENCE_S and messages.STARTING not in self.stats and not self.failure()
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """Return the clients of all engines: this one."""
+        return (self,)
+
+    @property
     def num_open(self) -> int:
-        return len(self._journal)
+        return len(self.journal)
 
     def close(self) -> None:
         """End every open request with an error and stop the thread."""
@@ -156,7 +180,8 @@ class EngineClient:
             return
         self._last_ping = now
         self._send(messages.PING)
-        if self._journal and (reason := self.failure()):
+        if self.journal and (reason := self.failure()):
+            self._on_lost(self)
             self._end_all(EngineUnavailable(reason))
 
     def _receive(self) -> None:
@@ -167,15 +192,15 @@ class EngineClient:
                 return
             self.silent_s = 0.0
             if kind == messages.PONG:
-                self.stats = fields[1]
                 if fields[0] != self._epoch:
                     self._connect_to(fields[0])
+                self.stats = fields[1]
             elif fields[0] == self._epoch:
                 if kind == messages.TOKENS:
                     for update in fields[1]:
                         self._tokens(update)
                 elif kind == messages.COMPILING:
-                    self._crash_search.survived(self._journal.name_of(fields[1]))  # what compiles it is another process
+                    self._crash_search.survived(self.journal.name_of(fields[1]))  # what compiles it is another process
                 elif kind == messages.REFUSED:
                     request_id, error_kind, text, cause = fields[1:]
                     self._refused(request_id, error_of(error_kind, text, **cause))
@@ -186,16 +211,17 @@ class EngineClient:
         is_restart = before is not None and epoch.partition("/")[0] != before.partition("/")[0]
         if before is not None:
             why = "the engine has been restarted" if is_restart else "the connection to the engine was lost"
-            log.warning("%s, replaying %d requests", why, len(self._journal))
+            log.warning("%s, replaying %d requests", why, len(self.journal))
         if is_restart:
             self.num_restarts += 1
             if culprit := self._crash_search.note_crash():
                 log.error("%s has crashed the engine twice in a row, it is not replayed", culprit)
-                for submission in self._journal.find(culprit)[1]:
+                for submission in self.journal.find(culprit)[1]:
                     error = RequestError("the engine crashes whenever it computes this request")
                     self._refused(submission.request_id, error)
+            self._on_lost(self)
         self._epoch = epoch
-        entries = self._journal.entries()
+        entries = self.journal.entries()
         for entry in entries.values():
             entry.replay |= entry.submitted
             entry.submitted = False
@@ -209,7 +235,7 @@ class EngineClient:
     def _submit(self, name: str) -> bool:
         """Submit an entry. Return False if it is over. Without an engine nothing is sent; its first pong triggers the
         submission."""
-        entry, submissions = self._journal.find(name)
+        entry, submissions = self.journal.find(name)
         if entry is None:
             return False
         if self._epoch is None or entry.submitted:
@@ -230,7 +256,7 @@ class EngineClient:
         """Tell the supervisor to which grammar, or request without one, a crash would be attributed."""
         if self._suspect_file is None:
             return
-        _, submissions = self._journal.find(name) if name else (None, [])
+        _, submissions = self.journal.find(name) if name else (None, [])
         with contextlib.suppress(OSError):  # a full disk: the crash counts as one that is not attributed
             self._suspect_file.unlink(missing_ok=True)
             if submissions:
@@ -245,7 +271,7 @@ class EngineClient:
 
     def _tokens(self, update: Sequence[Any]) -> None:
         request_id, token_ids, logprobs, finish_reason, outputs = update
-        found = self._journal.enter(request_id, token_ids, is_end=finish_reason is not None)
+        found = self.journal.enter(request_id, token_ids, is_end=finish_reason is not None)
         if found is None:
             return  # cancelled, the engine does not know yet
         entry, submission = found
@@ -255,14 +281,14 @@ class EngineClient:
         self._crash_search.survived(entry.name)
 
     def _refused(self, request_id: str, error: RequestError) -> None:
-        if found := self._journal.remove(request_id):
+        if found := self.journal.remove(request_id):
             entry, submission = found
             submission.listener.ended(error)
             if not entry.answers:
                 self._crash_search.survived(entry.name)
 
     def _end_all(self, error: RequestError) -> None:
-        for submission in self._journal.remove_all():
+        for submission in self.journal.remove_all():
             submission.listener.ended(error)
 
     def _command(self, command: Callable[[], None]) -> None:

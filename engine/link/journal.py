@@ -48,6 +48,16 @@ class JournalEntry:
     queue_position: tuple[str, int] = ("", 0)  # (owner, priority), which order the waiting requests
     submitted: bool = False  # to the current engine process
     replay: bool = False
+    num_uncached: int = 0  # tokens of the prompt that are to be computed, until the first token of an answer
+    has_moved: bool = False  # from a lost engine to another one
+
+    @classmethod
+    def of(
+        cls, prompt_ids: Sequence[int], submissions: Sequence[Submission], salt: str, queue_position: tuple[str, int]
+    ) -> JournalEntry:
+        """Return the entry of a new request."""
+        answers = {submission.request_id: submission for submission in submissions}
+        return cls(submissions[0].request_id, tuple(prompt_ids), answers, salt, queue_position)
 
     @property
     def has_grammar(self) -> bool:
@@ -61,22 +71,30 @@ class Journal:
     def __init__(self) -> None:
         self._entries: dict[str, JournalEntry] = {}  # by name
         self._entry_of: dict[str, JournalEntry] = {}  # by the ids of open answers
+        self.num_queued_tokens = 0  # sum of `num_uncached`
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """Return the number of open answers."""
         return len(self._entry_of)
 
-    def open(
-        self, prompt_ids: Sequence[int], submissions: Sequence[Submission], salt: str, queue_position: tuple[str, int]
-    ) -> JournalEntry:
-        answers = {submission.request_id: submission for submission in submissions}
-        entry = JournalEntry(submissions[0].request_id, tuple(prompt_ids), answers, salt, queue_position)
+    def open(self, entry: JournalEntry) -> None:
+        """Add an entry with all its answers."""
         with self._lock:
-            assert self._entry_of.keys().isdisjoint(answers), f"{entry.name} is open already"
+            assert self._entry_of.keys().isdisjoint(entry.answers), f"{entry.name} is open already"
             self._entries[entry.name] = entry
-            self._entry_of.update(dict.fromkeys(answers, entry))
-        return entry
+            self._entry_of.update(dict.fromkeys(entry.answers, entry))
+            self.num_queued_tokens += entry.num_uncached
+
+    def take(self, name: str) -> JournalEntry | None:
+        """Remove an entry with its open answers, for another journal. Return None if it is not open."""
+        with self._lock:
+            entry = self._entries.pop(name, None)
+            if entry is not None:
+                self._note_begun(entry)
+                for request_id in entry.answers:
+                    del self._entry_of[request_id]
+            return entry
 
     def find(self, name: str) -> tuple[JournalEntry | None, list[Submission]]:
         """Return the entry with this name, or None, and its open answers."""
@@ -102,6 +120,8 @@ class Journal:
                 return None
             submission = entry.answers[request_id]
             submission.token_ids += token_ids
+            if entry.num_uncached:
+                self._note_begun(entry)
             if is_end:
                 self._remove(entry, request_id)
             return entry, submission
@@ -118,11 +138,17 @@ class Journal:
             submissions = [entry.answers[request_id] for request_id, entry in self._entry_of.items()]
             self._entries.clear()
             self._entry_of.clear()
+            self.num_queued_tokens = 0
             return submissions
 
     def _remove(self, entry: JournalEntry, request_id: str) -> Submission:
         del self._entry_of[request_id]
         submission = entry.answers.pop(request_id)
         if not entry.answers:
+            self._note_begun(entry)
             del self._entries[entry.name]
         return submission
+
+    def _note_begun(self, entry: JournalEntry) -> None:
+        self.num_queued_tokens -= entry.num_uncached
+        entry.num_uncached = 0

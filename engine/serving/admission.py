@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest, queue_full, tokens_full
-from engine.link.client import EngineClient
 from engine.serving.open_replies import OpenReplies
 from engine.serving.options import ServiceOptions
 from engine.serving.rate_limits import OwnerUsage, RateLimiter
 from engine.serving.reply import Reply
 from engine.wire import Owner
 
+if TYPE_CHECKING:
+    from engine.link.engine_set import Engines
+
 
 class Admission:
     """Admits requests to the service or raises the error that refuses them. Thread-safe."""
 
-    def __init__(self, client: EngineClient, replies: OpenReplies, options: ServiceOptions):
+    def __init__(self, client: Engines, replies: OpenReplies, options: ServiceOptions):
         self.rate_limiter = RateLimiter()
         self._client = client
         self._replies = replies

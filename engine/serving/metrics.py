@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.core.draft_counts import ACCEPTED, DRAFTED, labels_of
@@ -18,6 +18,7 @@ from engine.serving.latency import BUCKETS_S, Histogram
 from engine.serving.vllm_metrics import by_vllm_names
 
 if TYPE_CHECKING:
+    from engine.link.client import EngineClient
     from engine.serving.service import Service
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,17 @@ ENGINE_FAMILIES = (
     ("llm_drafted_tokens_total", COUNTER, "Tokens tried ahead of the model", "num_drafted_tokens"),
     ("llm_accepted_tokens_total", COUNTER, "Of these, the model's own", "num_accepted_tokens"),
 )
+# family, kind, description, function of the engine's client; only if there are several engines
+SINGLE_ENGINE_FAMILIES: tuple[tuple[str, str, str, Callable[[EngineClient], float]], ...] = (
+    ("llm_engine_up", GAUGE, "1 if the engine takes requests", lambda engine: engine.is_up),
+    ("llm_engine_requests_open", GAUGE, "Open answers of the engine", lambda engine: engine.num_open),
+    (
+        "llm_engine_kv_blocks_held",
+        GAUGE,
+        "Blocks held by running requests of the engine",
+        lambda engine: engine.stats.get("num_blocks_held", 0),
+    ),
+)
 # family, description, statistic of `DraftCounts`
 DRAFT_FAMILIES = (
     ("llm_drafted_tokens_by_position_total", "Tokens tried ahead, by method and position", DRAFTED),
@@ -96,6 +108,10 @@ def _samples(service: Service, max_batch_size: int) -> Iterator[Sample]:
     yield Sample(
         "llm_engine_restarts_total", COUNTER, "Engine processes after the first", (), service.client.num_restarts
     )
+    if len(engines := service.client.engines) > 1:
+        for family, kind, doc, value_of in SINGLE_ENGINE_FAMILIES:
+            for index, engine in enumerate(engines):
+                yield Sample(family, kind, doc, (("engine", str(index)),), float(value_of(engine)))
     latency = service.latency
     with latency.lock:
         for reason in dict.fromkeys((*END_REASONS, *latency.num_ended)):

@@ -35,4 +35,9 @@ def model_state(service: Service, processor: InputProcessor, max_running: int, w
         last_requests=service.latency.recent() if with_metrics else None,
         num_waiting_tokens=int(stats.get("num_waiting_tokens", 0)),
         model_hash=processor.model_hash,
+        engines=[
+            (min(engine.silent_s, 1e9), engine.stats.get("step_age_s", 0.0))
+            for engine in client.engines
+            if len(client.engines) > 1
+        ],
     )

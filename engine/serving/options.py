@@ -41,7 +41,7 @@ class ServiceOptions:
             streaming=not config.disable_streaming,
             hang_after_s=config.check_health_interval_s,
             max_body_bytes=config.max_body_bytes,
-            max_running=config.batch_size,
+            max_running=config.max_running,
             max_waiting=config.max_cached_task_num,
             max_waiting_tokens=config.max_waiting_tokens,
             queue_timeout_s=config.queue_timeout_s,

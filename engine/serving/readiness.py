@@ -4,39 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import TYPE_CHECKING
 
 from engine.errors import EngineUnavailable
-from engine.link.client import EngineClient
+from engine.link.client import MAX_SILENCE_S, EngineClient
 from engine.link.messages import STARTING
 from engine.serving.options import ServiceOptions
 from engine.settings.stopping import Stopping
 
-MAX_SILENCE_S = 2.0  # a ready engine answers four pings per second, also while it computes
+if TYPE_CHECKING:
+    from engine.link.engine_set import Engines
+
 MIN_STEP_LIMIT_S = 5.0  # a step may be slow because other processes use the cores
 
 
 class Readiness:
     """RequestState from any thread."""
 
-    def __init__(self, client: EngineClient, options: ServiceOptions):
+    def __init__(self, client: Engines, options: ServiceOptions):
         self.is_draining = False  # new requests are refused
         self._client = client
         self._options = options
         self._end: Stopping | None = None  # the announced shutdown
+        self._have_all_answered = False  # all engines, except those that have been given up
 
     def not_ready_reason(self) -> str:
         """Return why a request would not be answered now; empty if the server is ready."""
         if self.is_draining or self._end:
             return self.stopping.text
-        if failure := self._client.failure():
+        reasons = [self._reason_of(engine) for engine in self._client.engines]
+        if not self._have_all_answered:  # a start waits for all engines, as it may fail for one of them
+            for engine, reason in zip(self._client.engines, reasons, strict=True):
+                if reason and not engine.failure():
+                    return reason
+            self._have_all_answered = True
+        return "" if "" in reasons else reasons[0]
+
+    def _reason_of(self, engine: EngineClient) -> str:
+        if failure := engine.failure():
             return failure
-        if self._client.silent_s == float("inf"):
+        if engine.silent_s == float("inf"):
             return "the engine is starting"
-        if starting := self._client.stats.get(STARTING):
+        if starting := engine.stats.get(STARTING):
             return f"the engine is starting: {starting}"
-        if self._client.silent_s > MAX_SILENCE_S:
-            return f"the engine has been silent for {self._client.silent_s:.0f} s"
-        age_s, expected_s = self._client.stats.get("step_age_s", 0.0), self._client.stats.get("step_limit_s", 0.0)
+        if engine.silent_s > MAX_SILENCE_S:
+            return f"the engine has been silent for {engine.silent_s:.0f} s"
+        age_s, expected_s = engine.stats.get("step_age_s", 0.0), engine.stats.get("step_limit_s", 0.0)
         longest_s = self._options.hang_after_s
         if age_s > min(max(expected_s, MIN_STEP_LIMIT_S) if expected_s else longest_s, longest_s):
             return f"the engine has been computing one step for {age_s:.0f} s"

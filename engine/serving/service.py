@@ -13,11 +13,10 @@ import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine import wire
 from engine.errors import Cancelled, EngineUnavailable, RequestError, as_request_error, waited_too_long
-from engine.link.client import EngineClient
 from engine.serving.admission import Admission
 from engine.serving.background import BackgroundSender
 from engine.serving.finished_requests import FinishedRequest
@@ -36,6 +35,9 @@ from engine.serving.tokenization import tokenize_or_detokenize
 from engine.serving.trace_spans import request_spans
 from engine.wire import GenerationRequest
 
+if TYPE_CHECKING:
+    from engine.link.engine_set import Engines
+
 log = logging.getLogger(__name__)
 
 NUM_PARSER_THREADS = 2
@@ -50,7 +52,7 @@ class Service:
     """Owns the open requests and the threads that parse them and send their responses. `processor` checks and tokenizes
     requests, `client` is the connection to the engine."""
 
-    def __init__(self, processor: InputProcessor, client: EngineClient, options: ServiceOptions):
+    def __init__(self, processor: InputProcessor, client: Engines, options: ServiceOptions):
         self.client = client
         self.latency = LatencyStats()
         self.vllm_model_name = options.vllm_model_name

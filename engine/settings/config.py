@@ -68,6 +68,7 @@ class Config(
             self.check_http_port,
             self.check_model_paths,
             self.check_overrides,
+            self.check_engines,
             self.check_loras,
             self.check_replicas,
             self.check_socket_paths,
@@ -105,6 +106,11 @@ class Config(
         return max(self.max_num_batched_tokens or on_device, 2 * self.batch_size)
 
     @property
+    def max_running(self) -> int:
+        """Return how many requests can be in a step of one of the engines at the same time."""
+        return self.batch_size * self.data_parallel_size
+
+    @property
     def draft_model_name(self) -> str:
         """Return the draft model's or the EAGLE-3 head's name at the hub, or an empty text if it is a folder."""
         text = self.speculate_model_path
@@ -132,5 +138,6 @@ class Config(
             raise ConfigError(f"SPECULATE_MODEL_PATH is {self.speculate_model_path!r}, which has no config.json")
 
     def num_host_blocks(self, block_bytes: int) -> int:
-        """Return the number of KV cache blocks that SWAP_SPACE holds, if each takes `block_bytes` on every rank."""
-        return int(self.swap_space * 2**30) // (block_bytes * self.mp_num)
+        """Return the number of KV cache blocks of an engine that SWAP_SPACE holds, if each takes `block_bytes` on every
+        rank."""
+        return int(self.swap_space * 2**30) // (block_bytes * self.mp_num * self.data_parallel_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from dataclasses import replace
 
 from engine.errors import ConfigError
@@ -60,6 +61,26 @@ def _too_old(index: int) -> str:
     (major, minor), name = found, torch.cuda.get_device_name(index)
     needed = ".".join(map(str, MIN_CAPABILITY))
     return f"GPU {index}, {name}, has compute capability {major}.{minor}, {needed} or more is needed (docs/gpu.md)"
+
+
+def take_gpus(config: Config) -> None:
+    """Make only the GPUs of this engine visible to this process and its ranks. Must be called before CUDA is
+    initialized. Raises ConfigError if there are too few for all engines."""
+    if config.data_parallel_size == 1 or not may_be_gpu(config):
+        return
+    import torch
+
+    num_gpus, needed = torch.cuda.device_count(), config.data_parallel_size * config.mp_num
+    if num_gpus == 0:
+        return  # `with_device` decides
+    if needed > num_gpus:
+        raise ConfigError(
+            f"DATA_PARALLEL_SIZE is {config.data_parallel_size} and MP_NUM {config.mp_num}: each of the {needed} ranks"
+            f" needs a GPU of its own and torch sees {num_gpus} (CUDA_VISIBLE_DEVICES says which those may be)"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+    first = config.engine_index * config.mp_num
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[first : first + config.mp_num])
 
 
 def check_gpus(config: Config) -> None:

@@ -64,6 +64,15 @@ class Model:
         minimum=1,
         maximum=64,
     )
+    data_parallel_size: int = setting(
+        1,
+        "DATA_PARALLEL_SIZE",
+        "engines that serve the model on this machine, each with MP_NUM ranks; requests are"
+        " [distributed](operation.md#several-engines) among them",
+        minimum=1,
+        maximum=64,
+    )
+    engine_index: int = setting(0, "ENGINE_INDEX", "which of them a process is", minimum=0, internal=True)
     mp_nnode: int = setting(
         1, "MP_NNODE", "machines that hold the model together; MP_NUM / MP_NNODE ranks each", minimum=1, maximum=16
     )
@@ -76,6 +85,13 @@ class Model:
     def machines(self) -> Machines:
         texts = {"POD_IPS": self.pod_ips, "POD_0_IP": self.pod_0_ip, "HOST_IP": self.host_ip}
         return read_machines(self.mp_nnode, self.mp_num, texts)
+
+    def check_engines(self) -> None:
+        if self.data_parallel_size > 1 and self.mp_nnode > 1:
+            raise ConfigError(
+                f"DATA_PARALLEL_SIZE is {self.data_parallel_size} and MP_NNODE {self.mp_nnode}: a model on several"
+                " machines is served by one engine; REPLICAS distributes requests among several servers"
+            )
 
     @property
     def graph_path(self) -> Path:

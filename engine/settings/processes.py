@@ -13,8 +13,10 @@ from engine.settings.setting import expanded, setting
 
 # In the run directory. The supervisor writes why it has given the engine up, and that it is going to end the server;
 # the Triton model reads it. The engine notes that it has computed tokens, the Triton model which request it computes
-# alone, to find out whether that crashes it; the supervisor looks when the engine has ended.
-ENGINE_FAILED_FILE = "engine.failed"
+# alone, to find out whether that crashes it; the supervisor looks when the engine has ended. These are the names of the
+# first engine's files, see `of_engine`.
+FAILED_SUFFIX = ".failed"
+ENGINE_FAILED_FILE = f"engine{FAILED_SUFFIX}"
 ENGINE_PROGRESS_FILE = "engine.progress"
 ENGINE_SUSPECT_FILE = "engine.suspect"
 STOPPING_FILE = "stopping"  # engine.settings.stopping
@@ -24,6 +26,11 @@ ENGINE_SOCKET = "engine.sock"
 TRITON_FOLDER, TRITON_SOCKET, TRITON_PAGE = ".triton", "grpc:1", "page"
 MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
 DEFAULT_LOG_DIR = "log"
+
+
+def of_engine(name: str, index: int) -> str:
+    """Return the name of a file or process of the engine with this index, of which `name` is the one of the first."""
+    return name.replace("engine", f"engine-{index}", 1) if index else name
 
 
 def default_run_path() -> Path:
@@ -94,10 +101,10 @@ class Processes:
         digest = hashlib.blake2b(os.fsencode(self.log_path), digest_size=4).hexdigest()
         return Path(f"{default_run_path()}-{digest}")
 
-    @property
-    def engine_socket(self) -> Path:
-        """Socket on which the engine listens. RUN_DIR is private to its user."""
-        return self.run_path.absolute() / ENGINE_SOCKET
+    def engine_path(self, name: str, index: int) -> Path:
+        """Return the path of a file of the engine with this index, such as ENGINE_SOCKET, on which it listens. RUN_DIR
+        is private to its user."""
+        return self.run_path.absolute() / of_engine(name, index)
 
     @property
     def triton_socket(self) -> Path:

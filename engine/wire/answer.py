@@ -76,6 +76,7 @@ class ModelState(msgspec.Struct, frozen=True, tag="state", array_like=True):
     last_requests: list[Any] | None = None  # recently ended requests, the latest first, if requested
     num_waiting_tokens: int = 0  # prompt tokens of the waiting requests
     model_hash: str = ""  # of the exported model's manifest and config; equal on machines that serve the same model
+    engines: list[tuple[float, float]] = []  # engine_silent_s and engine_step_s of each engine if there are several
     is_end: ClassVar[bool] = True
 
     def fields(self) -> dict[str, Any]:

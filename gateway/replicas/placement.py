@@ -6,18 +6,18 @@ It works on the text of the prompt, so it needs no tokenizer. It opens no connec
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
+
+from engine.placement import KnownPrefixes, placement_cost
 
 PIECE_CHARS = 256  # characters of the prompt in one key: about the 64 tokens of a block, the unit of the prefix cache
 MAX_KEYS = 2048  # of one prompt
 CHARS_PER_TOKEN = 4  # a usual ratio; only the order of the scores depends on it
 SESSION_CHARS, PREFIX_CHARS = 4096, 1024  # of a prompt that is not a chat
 NUM_BY_SESSION, NUM_BY_PREFIX = 2, 8  # candidates
-MAX_KNOWN_KEYS = 1 << 16  # of one replica: 4 million tokens
 
 
 @dataclass(frozen=True)
@@ -57,37 +57,9 @@ def _key(before: bytes, text: str) -> bytes:
     return blake2b(before + text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-class KnownPrefixes:
-    """Keys of the prompts that a replica has computed. The least recently used ones are forgotten, as in its cache."""
-
-    def __init__(self, keys: Iterable[bytes] = ()) -> None:
-        self._keys: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
-
-    def add(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Add the keys and return those that are new."""
-        new = []
-        for key in keys:
-            if key in self._keys:
-                self._keys.move_to_end(key)
-            else:
-                self._keys[key] = None
-                new.append(key)
-        while len(self._keys) > MAX_KNOWN_KEYS:
-            self._keys.popitem(last=False)
-        return new
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Forget keys that have turned out not to be cached."""
-        for key in keys:
-            self._keys.pop(key, None)
-
-    def num_uncached_tokens(self, keys: PromptKeys) -> int:
-        """Return about how many tokens of a prompt would have to be computed; at least 1."""
-        num_known = next((i for i, key in enumerate(keys.chain) if key not in self._keys), len(keys.chain))
-        return (keys.num_chars - num_known * PIECE_CHARS) // CHARS_PER_TOKEN + 1
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._keys)
+def num_uncached_tokens(keys: PromptKeys, known: KnownPrefixes) -> int:
+    """Return about how many tokens of a prompt would have to be computed; at least 1."""
+    return (keys.num_chars - known.count(keys.chain) * PIECE_CHARS) // CHARS_PER_TOKEN + 1
 
 
 class Candidate(Protocol):
@@ -126,7 +98,8 @@ def choose(keys: PromptKeys, replicas: Sequence[R]) -> R | None:
 
 def score(keys: PromptKeys, replica: Candidate) -> int:
     """Return the cost of a prompt on a replica; lower is better."""
-    return (replica.known.num_uncached_tokens(keys) + replica.num_queued_tokens) * (replica.num_running + 1)
+    num_uncached = num_uncached_tokens(keys, replica.known)
+    return placement_cost(num_uncached, replica.num_queued_tokens, replica.num_running)
 
 
 def _ranked(key: bytes, replicas: Sequence[R]) -> list[R]:

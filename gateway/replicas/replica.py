@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from engine.placement import KnownPrefixes
 from engine.wire import Delta, ModelState
 from gateway.backend import Backend, ModelLost
-from gateway.replicas.placement import KnownPrefixes, PromptKeys
+from gateway.replicas.placement import PromptKeys, num_uncached_tokens
 
 
 @dataclass(eq=False)
@@ -57,7 +58,7 @@ class Replica:
 
     async def generate(self, body: dict[str, Any], keys: PromptKeys, timeout_s: float) -> AsyncGenerator[Delta, None]:
         """Yield the answers of this replica. Raise ModelLost as soon as the replica is lost."""
-        opened = OpenRequest(self.known.num_uncached_tokens(keys), asyncio.Queue())
+        opened = OpenRequest(num_uncached_tokens(keys, self.known), asyncio.Queue())
         reading = asyncio.create_task(_read(self.backend, body, timeout_s, opened.inbox))
         self._open.add(opened)
         self.num_requests += 1

@@ -13,11 +13,12 @@ from functools import partial
 import grpc
 
 from engine.address import in_url
+from engine.placement import KnownPrefixes
 from engine.settings.config import Config
 from gateway.backend import Backend
 from gateway.health import ANSWER_WITHIN_S, CachedHealthCheck, readiness
 from gateway.replicas.connections import ReplicaConnections, replica_credentials, replica_token
-from gateway.replicas.placement import KnownPrefixes, PromptKeys, choose
+from gateway.replicas.placement import PromptKeys, choose
 from gateway.replicas.replica import Replica
 from gateway.replicas.served import Poll, ServedRequests, Summary, read_summary, write
 from gateway.triton_client import TritonBackend

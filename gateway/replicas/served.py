@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
+from engine.placement import KnownPrefixes
 from engine.wire import ModelState, owner_of
-from gateway.replicas.placement import KnownPrefixes, PromptKeys, prompt_keys
+from gateway.replicas.placement import PromptKeys, prompt_keys
 
 MAX_NEWS = 1 << 14  # keys that a replica may miss before it gets all of them
 MAX_REQUESTS = 1 << 16  # ids that are remembered

@@ -121,6 +121,10 @@ class FakeEngine:
     def failure(self):
         return self.reason
 
+    @property
+    def engines(self):
+        return [self]
+
     def close(self):
         for listener in list(self.listeners.values()):
             listener.ended(EngineUnavailable("the server is stopping"))

@@ -30,7 +30,7 @@ def a_state(**ended):
     latency.record_end(RequestRecord("stop", 2.5, 0.5, 30, 21, **ended))
     stats = {"num_running": 3, "num_waiting": 2, "num_blocks": 8, "num_blocks_held": 6}
     service = SimpleNamespace(
-        client=SimpleNamespace(stats=stats, num_restarts=0),
+        client=SimpleNamespace(stats=stats, num_restarts=0, engines=[None]),
         num_open=0,
         latency=latency,
         rate_limiter=RateLimiter(),

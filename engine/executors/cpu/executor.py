@@ -45,7 +45,7 @@ class CpuExecutor:
         model = Manifest.read(graph_dir)
         membership = membership or Membership.alone()
         self._is_first = membership.rank == 0
-        self._num_sharing = membership.ranks_per_host
+        self._num_sharing = membership.ranks_per_host * config.data_parallel_size
         cpu.set_num_threads(config.cpu_threads or max(1, num_cpus() // self._num_sharing))
         self._has_group = membership.num_ranks > 1
         if self._has_group:

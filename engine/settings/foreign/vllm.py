@@ -45,6 +45,13 @@ ROWS: tuple[OptionRow, ...] = (
     sets("--served-model-name", "SERVED_MODEL_NAME", *ALL),
     sets("--tensor-parallel-size", "MP_NUM", *ALL, aliases=("-tp",)),
     sets(
+        "--data-parallel-size",
+        "DATA_PARALLEL_SIZE",
+        *BOTH,
+        aliases=("-dp",),
+        remark="engines on this machine; REPLICAS distributes requests among machines",
+    ),
+    sets(
         "--max-model-len",
         "MAX_MODEL_LEN",
         *ALL,
@@ -132,12 +139,6 @@ ROWS: tuple[OptionRow, ...] = (
     ignored("--generation-config", "generation_config.json of the model gives the defaults of requests", VLLM),
     ignored(
         "--enable-expert-parallel", "the weights of every layer are divided over the MP_NUM ranks", *BOTH, is_flag=True
-    ),
-    refused(
-        "--data-parallel-size",
-        "start several servers, each with ports and a --run-dir of its own",
-        *BOTH,
-        harmless=("1",),
     ),
     refused(
         "--pipeline-parallel-size", "layers are divided over ranks, --mp-num", VLLM, aliases=("-pp",), harmless=("1",)

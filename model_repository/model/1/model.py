@@ -47,7 +47,7 @@ class TritonPythonModel:
         configure(config.log_level)
         self.drain_timeout_s = config.drain_timeout_s
         self.service = build_service(config)
-        self.metrics = MetricsThread(self.service, config.batch_size, pb_utils)
+        self.metrics = MetricsThread(self.service, config.max_running, pb_utils)
         collect_garbage_seldom(OF_REQUESTS)
 
     def execute(self, requests):

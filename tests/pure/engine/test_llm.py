@@ -64,6 +64,7 @@ def test_settings_have_the_names_of_other_servers_as_well(tmp_path):
         "quant_type": "weight_only_int4",
         "speculate_method": "ngram",
         "max_model_len": 64,
+        "data_parallel_size": 1,
         "enable_prefix_caching": False,
     }
     with pytest.raises(ConfigError, match="^limit_mm_per_prompt is not supported"):

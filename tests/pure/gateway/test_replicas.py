@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
+from engine.placement import KnownPrefixes
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain
 from engine.wire import Delta, Final, ModelState, Owner, Usage, write_answer
@@ -17,7 +18,7 @@ from gateway.metrics import as_text
 from gateway.replicas import backend as replicated
 from gateway.replicas.backend import ReplicatedBackend, with_seed
 from gateway.replicas.connections import ReplicaConnections, replica_credentials
-from gateway.replicas.placement import KnownPrefixes, choose, prompt_keys
+from gateway.replicas.placement import choose, num_uncached_tokens, prompt_keys
 from gateway.replicas.replica import Replica
 from gateway.replicas.replica_set import RemoteReplica, ReplicaSet
 from gateway.replicas.served import Poll, ServedRequests
@@ -87,8 +88,8 @@ def test_prefixes_are_found_again_and_load_is_spread():
         system = systems[min(int(rng.paretovariate(0.6)), len(systems)) - 1]  # a few are used most of the time
         keys = chat(system, f"{i}" * rng.randint(20, 800))
         replica = choose(keys, replicas)
-        num_cached += keys.num_chars // 4 - replica.known.num_uncached_tokens(keys)
-        num_best += keys.num_chars // 4 - single.num_uncached_tokens(keys)
+        num_cached += keys.num_chars // 4 - num_uncached_tokens(keys, replica.known)
+        num_best += keys.num_chars // 4 - num_uncached_tokens(keys, single)
         single.add(keys.chain)
         replica.known.add(keys.chain)
         placed.append(replica)

@@ -250,7 +250,8 @@ def families(vllm_model_name=""):
     """(name, type, label names) of all that the server tells; a histogram's three counters are one."""
     counts = DraftCounts("ngram")
     counts.count(1, 1)
-    client = SimpleNamespace(stats=counts.stats(), num_restarts=0)
+    engine = SimpleNamespace(is_up=True, num_open=0, stats={})
+    client = SimpleNamespace(stats=counts.stats(), num_restarts=0, engines=[engine, engine])
     service = SimpleNamespace(
         client=client,
         num_open=0,

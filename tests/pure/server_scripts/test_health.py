@@ -35,21 +35,21 @@ def silence(at, num_failures):
 
 def test_an_answer_speaks_for_all_who_were_running_when_it_was_asked_for():
     engine, old, new, down = a_child("engine"), a_child("a"), a_child("b", started_at=1009.0), Child(a_child("c").spec)
-    note_healthy(an_answer(1008.0, engine_silent_s=1.0), engine, [old, new, down])
+    note_healthy(an_answer(1008.0, engine_silent_s=1.0), [engine], [old, new, down])
     assert [c.healthy_since for c in (engine, old, new, down)] == [1008.0, 1008.0, None, None]
-    note_healthy(an_answer(1010.0), engine, [old, new])
+    note_healthy(an_answer(1010.0), [engine], [old, new])
     assert [c.healthy_since for c in (engine, old, new)] == [1008.0, 1008.0, 1010.0]
 
 
 def test_an_engine_that_the_model_heard_of_before_its_start_is_not_healthy_yet():
     engine = a_child("engine")
-    note_healthy(an_answer(1008.0, engine_silent_s=9.0), engine, [])
+    note_healthy(an_answer(1008.0, engine_silent_s=9.0), [engine], [])
     assert engine.healthy_since is None
 
 
 def test_silence_marks_no_process_healthy():
     triton = a_child("tritonserver")
-    note_healthy(silence(1008.0, 1), None, [triton])
+    note_healthy(silence(1008.0, 1), [], [triton])
     assert triton.healthy_since is None
 
 

@@ -23,7 +23,7 @@ def service():
     stats = {"num_running": 3, "num_waiting": 2, "num_blocks": 8, "num_blocks_held": 6, "block_size": 64}
     stats |= {"num_generated_tokens": 100, "num_preemptions": 1}
     return SimpleNamespace(
-        client=SimpleNamespace(stats=stats, num_restarts=1),
+        client=SimpleNamespace(stats=stats, num_restarts=1, engines=[None]),
         num_open=5,
         latency=LatencyStats(),
         rate_limiter=RateLimiter(),
