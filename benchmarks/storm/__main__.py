@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     ledger = Ledger()
     settings = {"MODEL_DIR": str(args.model), "BATCH_SIZE": str(BATCH_SIZE), "MAX_CACHED_TASK_NUM": str(MAX_WAITING)}
     settings |= {"PUSH_MODE_HTTP_WORKERS": "2", "ENGINE_MAX_CRASHES": "1000", "MP_NUM": str(args.mp_num)}
+    settings["DATA_PARALLEL_SIZE"] = str(args.data_parallel_size)
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
         server = StormServer(Path(folder), settings)
         server.start()
@@ -125,6 +126,7 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--mp-num", type=int, default=1)
+    parser.add_argument("--data-parallel-size", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     report, broken = run(parser.parse_args())
     print_table(report)

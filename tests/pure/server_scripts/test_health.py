@@ -47,6 +47,18 @@ def test_an_engine_that_the_model_heard_of_before_its_start_is_not_healthy_yet()
     assert engine.healthy_since is None
 
 
+def test_of_several_engines_each_is_judged_by_itself():
+    engines, triton = [a_child("engine"), a_child("engine-1")], a_child("tritonserver")
+    state = {"ready": True, "engine_silent_s": 0.1, "engines": [(0.1, 31.0), (20.0, 0.0)]}
+    seen = Observation(at=1008.0, state=state)
+    note_healthy(seen, engines, [])
+    assert [each.healthy_since for each in engines] == [1008.0, None]
+    late = Observation(at=1200.0, state=state)
+    engines[1].healthy_since = 1008.0
+    reasons = [why_engine_must_end(late.of_engine(index), each, triton, CONFIG) for index, each in enumerate(engines)]
+    assert reasons == ["has been computing one step for 31 s", "has been silent for 20 s"]
+
+
 def test_silence_marks_no_process_healthy():
     triton = a_child("tritonserver")
     note_healthy(silence(1008.0, 1), [], [triton])

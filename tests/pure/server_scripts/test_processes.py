@@ -63,3 +63,13 @@ def test_tritonserver_and_gateway_return_the_memory_of_what_slow_clients_left_un
 def test_only_the_engine_is_ever_given_up(tmp_path, monkeypatch):
     specs = all_specs(tmp_path, monkeypatch, Config(engine_max_crashes=5))
     assert {name: spec.max_crashes for name, spec in specs.items()} == {"engine": 5, "gateway-0": None, "health": None}
+
+
+def test_each_of_several_engines_has_files_of_its_own_and_knows_which_it_is(tmp_path, monkeypatch):
+    specs = all_specs(tmp_path, monkeypatch, Config(data_parallel_size=2, run_dir=str(tmp_path)))
+    first, second = specs["engine"], specs["engine-1"]
+    assert [Config.from_env(each.env).engine_index for each in (first, second)] == [0, 1]
+    assert (first.log_path.name, second.log_path.name) == ("infer_server.log", "infer_server-1.log")
+    assert (first.progress_file.name, second.progress_file.name) == ("engine.progress", "engine-1.progress")
+    assert (first.suspect_file.name, second.suspect_file.name) == ("engine.suspect", "engine-1.suspect")
+    assert second.max_crashes == first.max_crashes

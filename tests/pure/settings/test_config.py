@@ -103,6 +103,10 @@ def test_an_old_name_still_works(old, field):
             {"MP_NUM": "65"},
             "MP_NUM is 65, it must be at least 1 and at most 64 (tensor-parallel ranks of the model on all machines",
         ),
+        (
+            {"DATA_PARALLEL_SIZE": "2", "MP_NNODE": "2", "MP_NUM": "2", "POD_IPS": "127.0.0.1,10.0.0.2"},
+            "DATA_PARALLEL_SIZE is 2 and MP_NNODE 2: a model on several machines is served by one engine",
+        ),
         ({"MP_NNODE": "17"}, "MP_NNODE is 17, it must be at least 1 and at most 16"),
         ({"DRAIN_TIMEOUT": "1e10"}, "DRAIN_TIMEOUT is 1e10, it must be at least 0 and at most 1e+06"),  # Triton's limit
         ({"CORS_ALLOW_ORIGIN": "a,b"}, "CORS_ALLOW_ORIGIN is 'a,b', it must be one origin such as https://"),

@@ -1,6 +1,7 @@
 """Tests of the device that DEVICE selects, on machines with and without torch."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +87,19 @@ def test_more_ranks_than_gpus_and_gpus_of_several_machines_are_refused(machine, 
         device.check_gpus(Config(mp_num=2, batch_invariant=True))
     with pytest.raises(ConfigError, match="MP_NNODE is 2; with DEVICE=gpu it must be 1"):
         device.check_gpus(Config(mp_num=2, mp_nnode=2))
+
+
+@pytest.mark.parametrize(("listed", "expected"), [("", "2,3"), ("7,1,GPU-a,4,5", "GPU-a,4")])
+def test_each_engine_takes_gpus_of_its_own(machine, monkeypatch, listed, expected):
+    machine("torch", "triton", num_gpus=5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    device.take_gpus(Config(data_parallel_size=2, mp_num=2, engine_index=1, device="cpu"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == listed
+    device.take_gpus(Config(data_parallel_size=2, mp_num=2, engine_index=1))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+    message = "DATA_PARALLEL_SIZE is 3 and MP_NUM 2: each of the 6 ranks needs a GPU of its own and torch sees 5"
+    with pytest.raises(ConfigError, match=message):
+        device.take_gpus(Config(data_parallel_size=3, mp_num=2))
 
 
 def test_numbers_of_float16_are_refused_on_the_cpu(exported):

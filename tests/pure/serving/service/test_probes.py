@@ -8,7 +8,7 @@ from engine import wire
 from engine.serving import service as service_module
 from engine.serving.input_processor import InputProcessor
 from tests.patience import PATIENCE_S
-from tests.pure.service_fakes import FakeSender, a_payload, answer_to
+from tests.pure.service_fakes import FakeEngine, FakeSender, a_payload, answer_to
 
 
 def test_a_probe_tells_the_state_without_a_token(service, engine):
@@ -35,6 +35,27 @@ def test_a_probe_tells_why_the_model_is_not_ready(service, engine, field, value,
     setattr(engine, field, value)
     state = answer_to(service, probe=True)
     assert (state["ready"], state["reason"]) == (False, reason)
+
+
+def test_a_start_waits_for_all_engines_and_then_one_is_enough(service, engine, monkeypatch):
+    other = FakeEngine()
+    other.silent_s = float("inf")
+    monkeypatch.setattr(FakeEngine, "engines", [engine, other])
+    assert answer_to(service, probe=True)["reason"] == "the engine is starting"
+    other.silent_s = 0.0
+    assert answer_to(service, probe=True)["ready"]
+    engine.silent_s = 3.0
+    state = answer_to(service, probe=True)
+    assert (state["ready"], state["engines"]) == (True, [[3.0, 0.0], [0.0, 0.0]])
+    other.reason = "given up"
+    assert answer_to(service, probe=True)["reason"] == "the engine has been silent for 3 s"
+
+
+def test_a_start_does_not_wait_for_an_engine_that_is_given_up(service, engine, monkeypatch):
+    other = FakeEngine()
+    other.reason = "given up"
+    monkeypatch.setattr(FakeEngine, "engines", [other, engine])
+    assert answer_to(service, probe=True)["ready"]
 
 
 @pytest.mark.parametrize(
