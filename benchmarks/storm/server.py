@@ -52,7 +52,8 @@ class StormServer(Server):
             time.sleep(0.2)
 
     def footprint(self) -> Counter[str]:
-        """Count the server's processes, files in its run directory and shared memory files on this machine."""
+        """Count the server's processes, files in its run directory and shared memory files on this machine. Files that
+        only say that an engine has computed something are left out."""
         mark = f"RUN_DIR={self.run_dir.path}".encode()
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         of_server = [pid for pid in pids if mark in environment_of(pid).split(b"\0")]
@@ -62,7 +63,7 @@ class StormServer(Server):
         return Counter(
             processes=len(of_server) - len(workers),
             workers=len(workers),
-            files=sum(path.is_file() for path in self.run_dir.path.rglob("*")),
+            files=sum(path.is_file() and path.suffix != ".progress" for path in self.run_dir.path.rglob("*")),
             shm=sum(name.startswith(self.run_dir.shm_prefix) for name in os.listdir("/dev/shm")),
         )
 

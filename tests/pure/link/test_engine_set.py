@@ -14,6 +14,7 @@ from engine.link import server as server_module
 from engine.link.client import EngineClient
 from engine.link.engine_set import EngineSet
 from engine.link.journal import Submission
+from engine.link.messages import STARTING
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_engine import POISON, SlowExecutor
 from tests.pure.counting_executor import answer
@@ -198,3 +199,16 @@ def test_closing_ends_what_is_open_at_all_engines():
         assert [type(each.wait()) for each in listeners] == [EngineUnavailable] * 4
         with pytest.raises(EngineUnavailable, match="the server is stopping"):
             submit(engines, [5])
+
+
+def test_statistics_are_sums_whose_counters_do_not_fall_when_an_engine_is_restarted():
+    with a_set(a_free_address(), a_free_address()) as engines:
+        first, second = engines.engines
+        first.stats = {"num_steps": 100, "num_blocks": 8, "block_size": 4}
+        second.stats = {"num_steps": 10, "num_blocks": 8, "block_size": 4}
+        assert engines.stats == {"num_steps": 110, "num_blocks": 16, "block_size": 4}
+        engines._on_lost(first)
+        first.stats = {STARTING: "the model is being loaded"}
+        assert engines.stats == {"num_steps": 110, "num_blocks": 8, "block_size": 4}
+        first.stats = {"num_steps": 3, "num_blocks": 8, "block_size": 4}
+        assert engines.stats == {"num_steps": 113, "num_blocks": 16, "block_size": 4}
