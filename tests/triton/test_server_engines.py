@@ -75,7 +75,8 @@ def test_the_choices_of_a_request_come_from_one_engine_and_a_request_is_aborted_
     with ThreadPoolExecutor(4) as pool:
         long = {"text": "Tell me", "ignore_eos": True, "max_dec_len": 4000, "stream": True}
         asked = [pool.submit(stream_lines, server, {**long, "req_id": name}) for name in names]
-        wait_until(lambda: values_of(server, "llm_engine_requests_open") == {'engine="0"': 2, 'engine="1"': 2})
+        wait_until(lambda: sum(values_of(server, "llm_engine_requests_open").values()) == 4)
+        assert all(values_of(server, "llm_engine_requests_open").values())  # each engine has some
         assert all(post(server, "/v1/abort", {"req_id": name})[1]["aborted"] for name in names)
         assert ["aborted" in str(lines.result()[-1]) for lines in asked] == [True] * 4
     wait_until_idle(server)
