@@ -304,6 +304,7 @@ def test_the_gateway_knows_of_the_engine_its_contract_its_settings_and_its_error
                 "errors",
                 "garbage",
                 "log",
+                "placement",
                 "sampling_parameters",
                 "settings.config",
                 "settings.served",
