@@ -60,6 +60,7 @@ class Child:
     num_crashes: int = 0  # in a row
     restart_at: float | None = None  # None: running, not started yet, or given up
     exit_reason: str = ""  # how the last process ended
+    was_killed: bool = False  # the last process, by a signal
     # Hash of a request that was running alone during a crash -> times of these crashes
     suspects: dict[str, list[float]] = field(default_factory=dict)
 
@@ -160,6 +161,7 @@ class Child:
         is_healthy = self.healthy_since is not None and now - self.healthy_since >= HEALTHY_AFTER_S
         self._count_crash(is_healthy or self._has_progressed(), now)
         self.exit_reason = "has ended" if status is None else describe_exit(status)
+        self.was_killed = status is not None and os.WIFSIGNALED(status)
         self.process = None
         self.healthy_since = None
         if self.spec.max_crashes is None or self.num_crashes < self.spec.max_crashes:

@@ -29,6 +29,7 @@ log = logging.getLogger("supervisor")
 PR_SET_CHILD_SUBREAPER = 36
 TURN_S = 0.2  # polling interval, because the death of the stub, a child of tritonserver, sends no signal
 TURN_WHILE_STARTING_S = 0.05  # shorter, because a user waits
+MAX_START_ATTEMPTS = 3  # of tritonserver
 
 
 class StartFailed(Exception):
@@ -173,7 +174,7 @@ class Supervisor:
 
     def _act_on_end(self, child: Child, is_crash: bool) -> None:
         log.error("%s %s", child.spec.name, child.exit_reason)
-        if self.state.phase == "starting" and is_crash:
+        if self.state.phase == "starting" and is_crash and not _may_start_again(child):
             raise StartFailed(f"{child.spec.name} {child.exit_reason}", child)
         if child.spec.name == TRITONSERVER:
             self.run_dir.remove_shared_memory()
@@ -266,6 +267,15 @@ class Supervisor:
         if reason:
             log.error("%s %s; ending it", child.spec.name, reason)
             child.kill()
+
+
+def _may_start_again(child: Child) -> bool:
+    """Return whether a process that ended during the start is started once more.
+
+    tritonserver aborts if its Python backend or the stub has waited for the other for some seconds, which happens when
+    other processes use all cores.
+    """
+    return child.spec.name == TRITONSERVER and child.was_killed and child.num_crashes < MAX_START_ATTEMPTS
 
 
 def _ended_child() -> int:

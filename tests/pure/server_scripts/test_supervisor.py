@@ -197,6 +197,22 @@ def test_a_child_that_fails_during_the_start_fails_the_start_with_its_last_words
         assert server.state is None
 
 
+@pytest.mark.parametrize("num_aborts", [2, 3])
+def test_a_tritonserver_that_aborts_during_the_start_is_started_twice_more(tmp_path, num_aborts):
+    with fake_server(tmp_path, ALL, answers={}) as server:
+        pid = server.wait_until(lambda: server.pid_now("tritonserver"))
+        for _ in range(2):
+            os.kill(pid, signal.SIGABRT)
+            pid = server.wait_until_replaced("tritonserver", pid)
+        if num_aborts == 3:
+            os.kill(pid, signal.SIGABRT)
+            assert server.process.wait(TIMEOUT_S) == 1
+            assert "failed: tritonserver was killed by SIGABRT" in server.log
+        else:
+            server.answer(**READY)
+            server.wait_until_ready()
+
+
 def test_a_start_that_takes_too_long_fails(tmp_path):
     state = {"ready": False, "reason": "the engine is starting", "engine_silent_s": 1e9}
     with fake_server(tmp_path, ALL, {"state": state}, start_timeout_s=1.0) as server:
