@@ -16,6 +16,7 @@ from tests.triton.asking import facts, get, health_of, post, settled, wait_until
 from tests.triton.test_server_ranks import ask
 
 NUM_STREAMS = 8
+NUM_ATTEMPTS = 5  # on a busy machine answers may have ended before they are aborted
 SETTINGS = {"DATA_PARALLEL_SIZE": "2", "CPU_THREADS": "1", "MAX_DEC_LEN": "4000"}
 
 
@@ -38,6 +39,10 @@ def values_of(server, family):
     _, page = get(server.ports["SERVICE_HTTP_PORT"], "/metrics")
     found = re.findall(rf"^{family}(?:\{{(.*)\}})? (\S+)$", page, re.MULTILINE)
     return {labels: float(value) for labels, value in found}
+
+
+def num_open(server):
+    return sum(values_of(server, "llm_engine_requests_open").values())
 
 
 def num_generated(server):
@@ -71,14 +76,19 @@ def test_the_choices_of_a_request_come_from_one_engine_and_a_request_is_aborted_
     body = {"text": "List 3 countries.", "temperature": 1, "infer_seed": 3, "n": 2, "max_dec_len": 20}
     status, answer = post(server, "/v1/chat/completions", body)
     assert (status, answer["error_code"]) == (200, 0)
-    names = [f"to abort {number}" for number in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        long = {"text": "Tell me", "ignore_eos": True, "max_dec_len": 4000}
-        asked = [pool.submit(post, server, "/v1/chat/completions", {**long, "req_id": name}) for name in names]
-        wait_until(lambda: sum(values_of(server, "llm_engine_requests_open").values()) == 4)
-        assert all(values_of(server, "llm_engine_requests_open").values())  # each engine has some
-        assert all(post(server, "/v1/abort", {"req_id": name})[1]["aborted"] for name in names)
-        assert [answer.result()[0] for answer in asked] == [499] * 4
+    for attempt in range(NUM_ATTEMPTS):
+        names = [f"to abort {attempt}-{number}" for number in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            long = {"text": "Tell me", "ignore_eos": True, "max_dec_len": 4000}
+            asked = [pool.submit(post, server, "/v1/chat/completions", {**long, "req_id": name}) for name in names]
+            wait_until(lambda asked=asked: num_open(server) == 4 or any(each.done() for each in asked))
+            have_some = all(values_of(server, "llm_engine_requests_open").values())
+            aborted = [post(server, "/v1/abort", {"req_id": name})[1]["aborted"] for name in names]
+            assert [answer.result()[0] for answer in asked] == [499 if was_open else 200 for was_open in aborted]
+        if have_some and all(aborted):
+            break
+    else:
+        raise AssertionError("some answers had ended before they were aborted in every attempt")
     wait_until_idle(server)
 
 
