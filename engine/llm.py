@@ -154,6 +154,7 @@ class LLM:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
+                self._processor.close()
                 self._grammars.close()
                 self._loop.executor.close()
 
@@ -195,6 +196,7 @@ class LLM:
                 len(read.token_ids),
                 read.sampling_of(number),
                 salt=read.salt,
+                spans=read.spans,
             )
             for number in range(read.n)
         ]

@@ -90,17 +90,23 @@ async def _models(app: web.Application) -> list[dict[str, Any]]:
     """
     loras = await app[BACKEND].lora_names(app[REQUEST_TIMEOUT]) if app[CONFIG].has_loras else ()
     name, state = served_name(app), (await app[READY]()).state
-    model = _model_fields(name, state.model_len if state else None)
+    model = _model_fields(name, state)
     return [model, *({**model, "id": lora, "root": lora, "parent": name} for lora in loras)]
 
 
-def _model_fields(name: str, model_len: int | None) -> dict[str, Any]:
+def _model_fields(name: str, state: ModelState | None) -> dict[str, Any]:
     model = {"id": name, "object": "model", "created": STARTED, "owned_by": "paddle", "root": name, "parent": None}
-    return {**model, "max_model_len": model_len}
+    modalities = {"input_modalities": _modalities(state), "output_modalities": ["text"]}
+    return {**model, "max_model_len": state.model_len if state else None, **modalities}
+
+
+def _modalities(state: ModelState | None) -> list[str]:
+    return ["text", "image"] if state and state.reads_images else ["text"]
 
 
 def _status(name: str, state: ModelState) -> dict[str, Any]:
     fields = {"model": name, "ready": state.ready, "reason": state.reason, "model_len": state.model_len}
+    fields["input_modalities"] = _modalities(state)
     numbers = {family + suffix: value for family, _, _, labels, value, suffix in state.metrics or () if not labels}
     return {**fields, "metrics": numbers, "last_requests": state.last_requests or []}
 

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from engine.images.reader import processor_of
 from engine.settings.config import Config
 from engine.settings.device import may_be_gpu
+from engine.settings.images import IMAGE_BODY_BYTES
 from engine.settings.processes import ENGINE_PROGRESS_FILE, ENGINE_SUSPECT_FILE, TRITON_FOLDER, of_engine
 from server_scripts import triton
 from server_scripts.child import ChildSpec, without_secrets
@@ -48,6 +50,8 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
     """Return the specs of all processes in the order in which they start. Raise TritonError."""
     environ = {**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"}
     environ |= {"GRAPH_DIR": str(graph_dir), "SERVED_MODEL_NAME": served_name}
+    if not environ.get("MAX_BODY_BYTES") and processor_of(config, graph_dir):
+        environ["MAX_BODY_BYTES"] = str(IMAGE_BODY_BYTES)
     if config.mp_nnode > 1:
         environ["HOST_IP"] = config.machines.ips[config.machines.host]  # also while the address is missing
     logs, python = log_paths(config), [sys.executable, "-m"]

@@ -40,12 +40,15 @@ OF_PARAMETERS: tuple[tuple[str, Started | str], ...] = (
     ("--max-num-seqs 128", {"BATCH_SIZE": "128"}),
     (
         """--mm-processor-kwargs '{"image_min_pixels": 3136, "video_fps": 2}'""",
-        "requests with images are not supported",
+        {"MM_PROCESSOR_KWARGS": '{"image_min_pixels": 3136, "video_fps": 2}'},
     ),
     ("--tokenizer /models/other", "the tokenizer is the one in the model's folder"),
     ("--use-warmup 1", {"USE_WARMUP": "1"}),
-    ("""--limit-mm-per-prompt '{"image": 10, "video": 3}'""", "requests with images are not supported"),
-    ("--enable-mm", "requests with images are not supported"),
+    (
+        """--limit-mm-per-prompt '{"image": 10, "video": 3}'""",
+        {"LIMIT_MM_PER_PROMPT": '{"image": 10, "video": 3}'},
+    ),
+    ("--enable-mm", {"ENABLE_MM": "1"}),
     ("--quantization wint4", {"QUANT_TYPE": "weight_only_int4"}),
     ("--quantization wint8", {"QUANT_TYPE": "weight_only_int8"}),
     ("--gpu-memory-utilization 0.9", {"GPU_MEMORY_UTILIZATION": "0.9"}),

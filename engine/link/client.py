@@ -24,6 +24,7 @@ from typing import Any
 
 import zmq
 
+from engine.core.spans import PromptSpan
 from engine.errors import EngineUnavailable, RequestError, as_request_error, error_of
 from engine.link import messages
 from engine.link.crash_search import CrashSearch
@@ -77,12 +78,13 @@ class EngineClient:
         answers: Sequence[Submission],
         salt: str = "",
         queue_position: tuple[str, int] = ("", 0),
+        spans: Sequence[PromptSpan] = (),
     ) -> None:
         """Submit one or more answers to a prompt, which is computed once. `queue_position` is (owner, priority). Raises
         EngineUnavailable if the engine has been given up or the client is closed."""
         if reason := self.failure():
             raise EngineUnavailable(reason)
-        self.adopt(JournalEntry.of(prompt_ids, answers, salt, queue_position))
+        self.adopt(JournalEntry.of(prompt_ids, answers, salt, queue_position, spans))
 
     def adopt(self, entry: JournalEntry) -> None:
         """Submit an entry with what its answers have so far. Raises EngineUnavailable if the client is closed."""
@@ -242,7 +244,8 @@ class EngineClient:
             return True
         entry.submitted = True
         answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in submissions]
-        fields = (entry.prompt_ids, answers, entry.replay, entry.salt, entry.queue_position)
+        spans = messages.pack_spans(entry.spans)
+        fields = (entry.prompt_ids, answers, entry.replay, entry.salt, entry.queue_position, spans)
         try:
             self._send(messages.SUBMIT, self._epoch, *fields)
         except Exception as error:  # it cannot be packed, which is a bug and must not affect other requests

@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.core.block_pool import hash_block, root_hash
 from engine.core.loop import GAUGES, PROPERTIES
+from engine.core.spans import PromptSpan, hash_with_spans
 from engine.errors import EngineUnavailable, RequestError
 from engine.link.client import EngineClient
 from engine.link.journal import JournalEntry, Submission
@@ -47,10 +48,11 @@ class EngineSet:
         answers: Sequence[Submission],
         salt: str = "",
         queue_position: tuple[str, int] = ("", 0),
+        spans: Sequence[PromptSpan] = (),
     ) -> None:
         """Submit one or more answers to a prompt to one of the engines. Raises EngineUnavailable if all engines have
         been given up or the set is closed."""
-        entry = JournalEntry.of(prompt_ids, answers, salt, queue_position)
+        entry = JournalEntry.of(prompt_ids, answers, salt, queue_position, spans)
         keys = prefix_keys(entry)
         with self._lock:
             engines = [engine for engine in self.engines if engine.is_up]
@@ -155,6 +157,7 @@ def prefix_keys(entry: JournalEntry) -> list[bytes]:
     sampling = next(iter(entry.answers.values())).sampling
     keys, key = [], root_hash(entry.salt, *sampling.adapter[:1])
     for begin in range(0, len(entry.prompt_ids) - PIECE_TOKENS, PIECE_TOKENS):
-        key = hash_block(key, entry.prompt_ids[begin : begin + PIECE_TOKENS])
+        end = begin + PIECE_TOKENS
+        key = hash_with_spans(hash_block(key, entry.prompt_ids[begin:end]), entry.spans, begin, end)
         keys.append(key)
     return keys

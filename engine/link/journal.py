@@ -4,10 +4,12 @@ process can continue them. Independent of sockets. Thread-safe."""
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from engine.core.spans import PromptSpan
 from engine.core.types import Logprobs, PromptOutputs, Sampling
 from engine.errors import RequestError
 
@@ -46,6 +48,7 @@ class JournalEntry:
     answers: dict[str, Submission]
     salt: str = ""  # of the prefix cache
     queue_position: tuple[str, int] = ("", 0)  # (owner, priority), which order the waiting requests
+    spans: Sequence[PromptSpan] = ()
     submitted: bool = False  # to the current engine process
     replay: bool = False
     num_uncached: int = 0  # tokens of the prompt that are to be computed, until the first token of an answer
@@ -53,11 +56,16 @@ class JournalEntry:
 
     @classmethod
     def of(
-        cls, prompt_ids: Sequence[int], submissions: Sequence[Submission], salt: str, queue_position: tuple[str, int]
+        cls,
+        prompt_ids: Sequence[int],
+        submissions: Sequence[Submission],
+        salt: str,
+        queue_position: tuple[str, int],
+        spans: Sequence[PromptSpan] = (),
     ) -> JournalEntry:
         """Return the entry of a new request."""
         answers = {submission.request_id: submission for submission in submissions}
-        return cls(submissions[0].request_id, tuple(prompt_ids), answers, salt, queue_position)
+        return cls(submissions[0].request_id, tuple(prompt_ids), answers, salt, queue_position, spans)
 
     @property
     def has_grammar(self) -> bool:
@@ -65,10 +73,35 @@ class JournalEntry:
         return any(submission.sampling.structured_output for submission in self.answers.values())
 
 
+class SharedPixels:
+    """Pixels of the images of open prompts, each image once."""
+
+    def __init__(self) -> None:
+        self._pixels: dict[bytes, bytes] = {}  # by content hash
+        self._num_uses: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self._pixels)
+
+    def add(self, spans: Sequence[PromptSpan]) -> list[PromptSpan]:
+        """Return the spans with the pixels that other prompts have of the same images."""
+        self._num_uses.update(span.content_hash for span in spans)
+        return [replace(span, pixels=self._pixels.setdefault(span.content_hash, span.pixels)) for span in spans]
+
+    def remove(self, spans: Sequence[PromptSpan]) -> None:
+        """Release the pixels of a prompt, which was added."""
+        for span in spans:
+            self._num_uses[span.content_hash] -= 1
+            if not self._num_uses[span.content_hash]:
+                del self._num_uses[span.content_hash], self._pixels[span.content_hash]
+
+
 class Journal:
     """Open prompts with their answers. Thread-safe."""
 
     def __init__(self) -> None:
+        self.pixels = SharedPixels()
         self._entries: dict[str, JournalEntry] = {}  # by name
         self._entry_of: dict[str, JournalEntry] = {}  # by the ids of open answers
         self.num_queued_tokens = 0  # sum of `num_uncached`
@@ -82,6 +115,7 @@ class Journal:
         """Add an entry with all its answers."""
         with self._lock:
             assert self._entry_of.keys().isdisjoint(entry.answers), f"{entry.name} is open already"
+            entry.spans = self.pixels.add(entry.spans)
             self._entries[entry.name] = entry
             self._entry_of.update(dict.fromkeys(entry.answers, entry))
             self.num_queued_tokens += entry.num_uncached
@@ -92,6 +126,7 @@ class Journal:
             entry = self._entries.pop(name, None)
             if entry is not None:
                 self._note_begun(entry)
+                self.pixels.remove(entry.spans)
                 for request_id in entry.answers:
                     del self._entry_of[request_id]
             return entry
@@ -136,6 +171,8 @@ class Journal:
         """Remove all answers and return them."""
         with self._lock:
             submissions = [entry.answers[request_id] for request_id, entry in self._entry_of.items()]
+            for entry in self._entries.values():
+                self.pixels.remove(entry.spans)
             self._entries.clear()
             self._entry_of.clear()
             self.num_queued_tokens = 0
@@ -147,6 +184,7 @@ class Journal:
         if not entry.answers:
             self._note_begun(entry)
             del self._entries[entry.name]
+            self.pixels.remove(entry.spans)
         return submission
 
     def _note_begun(self, entry: JournalEntry) -> None:

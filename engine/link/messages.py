@@ -8,12 +8,14 @@ All messages to the engine are checked here, because an invalid message must not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import msgpack
 
+from engine.core.spans import PromptSpan
 from engine.core.types import Logprobs, PromptOutputs, Request, Sampling
 from engine.errors import RequestError, error_of
 from engine.sampling_parameters import MAX_INT, PARAMETERS
@@ -21,7 +23,8 @@ from engine.settings.config import Config
 from engine.wire.checks import MAX_LOGPROBS, MAX_N, POOLINGS
 
 PING = "ping"  # client -> engine: []                                       expects a pong; also "I am alive"
-# client -> engine: [epoch, prompt ids, [[request_id, sampling, answer so far], ...], replay, salt, [owner, priority]]
+# client -> engine: [epoch, prompt ids, [[request_id, sampling, answer so far], ...], replay, salt, [owner, priority],
+#                    [[start, length, content hash, grid, pixels], ...]]  of each image
 SUBMIT = "submit"
 CANCEL = "cancel"  # client -> engine: [epoch, request_id, whether its answer is complete]
 EXPIRE = "expire"  # client -> engine: [epoch, request_id, error kind, text, cause]  refused with this if it still waits
@@ -38,6 +41,8 @@ ID_BYTES = 5  # of a token id, at most
 # 64 bad words of 1,024 characters, with and without a space, one token per byte; a grammar of MAX_GRAMMAR_BYTES, where
 # every character may be escaped, and what its translation adds; and the remaining fields
 SAMPLING_BYTES = 4 << 20
+SPAN_BYTES = 100  # of an image, beside its pixels
+PIXEL_BYTES = 3 * 32 * 32  # of a token of an image, at most in the supported families
 MAX_REQUEST_ID_LEN = 64
 RANGES: dict[str, tuple[float, float]] = {
     "max_new_tokens": (0, MAX_INT),
@@ -63,7 +68,8 @@ ANY = ModelBounds()
 
 def most_bytes(config: Config) -> int:
     """Return the maximum size of a message to the engine, in bytes."""
-    return ID_BYTES * config.max_prompt_len + MAX_N * (ID_BYTES * config.max_answer_len + SAMPLING_BYTES)
+    prompt_bytes = (ID_BYTES + PIXEL_BYTES) * config.max_prompt_len + SPAN_BYTES * config.max_images
+    return prompt_bytes + MAX_N * (ID_BYTES * config.max_answer_len + SAMPLING_BYTES)
 
 
 def pack(kind: str, *fields: Any) -> bytes:
@@ -83,18 +89,38 @@ def unpack(message: bytes) -> tuple[str, Sequence[Any]]:
 
 def unpack_submission(fields: Sequence[Any], bounds: ModelBounds) -> tuple[list[Request], bool]:
     """Return one request per answer, and whether the submission is a replay. Raises ValueError."""
-    _, prompt_ids, answers, replay, salt, queue_position = fields  # a ValueError, too
+    _, prompt_ids, answers, replay, salt, queue_position, packed_spans = fields  # a ValueError, too
     _check(_are_ids(prompt_ids, bounds) and len(prompt_ids) > 0, "prompt")
     _check(isinstance(answers, tuple) and 0 < len(answers) <= MAX_N, "number of answers")
     _check(isinstance(replay, bool), "replay")
     _check(isinstance(salt, str), "salt")
     _check(isinstance(queue_position, tuple) and tuple(map(type, queue_position)) == (str, int), "queue_position")
     owner, priority = queue_position
+    spans = _unpack_spans(packed_spans, len(prompt_ids))
     requests = [_unpack_answer(answer, prompt_ids, bounds) for answer in answers]
     for request in requests:
-        request.salt, request.owner, request.priority = salt, owner, priority
+        request.salt, request.owner, request.priority, request.spans = salt, owner, priority, spans
     _check(len({request.request_id for request in requests}) == len(requests), "ids: one twice")
     return requests, replay
+
+
+def pack_spans(spans: Sequence[PromptSpan]) -> list[tuple[Any, ...]]:
+    return [(span.start, span.length, span.content_hash, span.grid, span.pixels) for span in spans]
+
+
+def _unpack_spans(fields: Any, prompt_len: int) -> list[PromptSpan]:
+    """Return the images of a prompt, in order and without overlap. Raises ValueError."""
+    _check(isinstance(fields, tuple), "spans")
+    spans, end = [], 0
+    for each in fields:
+        _check(isinstance(each, tuple) and tuple(map(type, each)) == (int, int, bytes, tuple, bytes), "span")
+        start, length, content_hash, grid, pixels = each
+        _check(length > 0 and end <= start and start + length <= prompt_len, "span: its place")
+        is_grid = tuple(map(type, grid)) == (int, int, int) and min(grid) > 0 and math.prod(grid) == length
+        _check(is_grid and len(pixels) > 0 and len(pixels) % (3 * length) == 0, "span: its grid")
+        spans.append(PromptSpan(start, length, content_hash, b"", grid, pixels))
+        end = start + length
+    return spans
 
 
 def unpack_cancel(fields: Sequence[Any]) -> tuple[str, bool]:

@@ -46,6 +46,11 @@ class Admission:
         with self._lock:
             self._num_unparsed -= 1
 
+    def mark_waiting(self) -> None:
+        """Count one request more as unparsed until `mark_parsed`, because its images have to be read first."""
+        with self._lock:
+            self._num_unparsed += 1
+
     def check_room(self, num_unparsed: int = 0) -> None:
         """Raise Overloaded if the engine would refuse another request, so that no time is spent on parsing and
         tokenizing it."""

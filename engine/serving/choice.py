@@ -181,9 +181,23 @@ class RequestState(NamedTuple):
     def num_scores(self) -> int:
         return sum(len(each.prompt_outputs.prompt_logprobs) for each in self.choices if each.prompt_outputs)
 
+    def without_images(self) -> RequestState:
+        """Return the state without the pixels of images, and without their files unless the response is stored."""
+        spans = tuple(span.without_content() for span in self.prompt.spans)
+        request = self.request if self.storing else replace(self.request, images=())
+        return self._replace(request=request, prompt=replace(self.prompt, spans=spans))
+
+    def with_images_of(self, prompt: Prompt) -> RequestState | None:
+        """Return the state with the pixels of the same prompt, or None if its images are others now."""
+        hashes = [[span.content_hash for span in each.spans] for each in (self.prompt, prompt)]
+        is_same = hashes[0] == hashes[1] and self.prompt.token_ids == prompt.token_ids
+        return self._replace(prompt=replace(self.prompt, spans=prompt.spans)) if is_same else None
+
     def is_same(self, again: GenerationRequest) -> bool:
         """Return True if `again` repeats this request; it may contain the seed that the client was sent."""
+        # The messages have digests of the images.
         known: dict[str, Any] = {"resume_from": None, "answer_ids": (), "infer_seed": None, "traceparent": None}
+        known["images"] = ()
         is_same = replace(self.request, **known) == replace(again, **known)
         return is_same and again.infer_seed in (self.request.infer_seed, self.prompt.sampling.seed)
 

@@ -32,9 +32,10 @@ class FinishedRequest:
         """Memory of the request in units of one token without logprobs."""
         state = self.state
         has_logprobs = state.prompt.sampling.num_logprobs >= 0
-        num_stored = len(json.dumps(state.storing.about)) // BYTES_PER_TOKEN if state.storing else 0
+        num_bytes = sum(len(image.url) for image in state.request.images)
+        num_bytes += len(json.dumps(state.storing.about)) if state.storing else 0
         num_answered = state.num_tokens * (1 + 20 * has_logprobs) + 21 * state.num_scores
-        return len(state.prompt.token_ids) + num_answered + num_stored
+        return len(state.prompt.token_ids) + num_answered + num_bytes // BYTES_PER_TOKEN
 
 
 class FinishedRequestCache:

@@ -10,11 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from engine.core.cache_groups import FULL_ATTENTION, PAGED
+from engine.core.spans import PromptSpan
 from engine.core.types import Sampling
 from engine.errors import InvalidRequest
 from engine.exporting.head import is_of_tokens, load_head
 from engine.exporting.manifest import Manifest
+from engine.images.reader import ImageReader
 from engine.serving.grammar_builder import GrammarBuilder
+from engine.serving.image_prompts import Chat, ImagePrompts
 from engine.serving.length_limits import CacheSize, LengthLimits
 from engine.serving.lora_registry import LoraRegistry
 from engine.serving.prompt_outputs import check_classifier, check_prompt_outputs
@@ -33,6 +36,7 @@ class Prompt:
     salt: str = ""  # prompts with different salts do not share prefix cache blocks
     classifier: np.ndarray | None = None  # f32 [num_labels, hidden_size]; None: scores are not requested
     reasoning: str | None = None  # see `GrammarBuilder.reasoning_of`
+    spans: tuple[PromptSpan, ...] = ()  # of its images
 
     def pooled(self, hidden: bytes) -> bytes:
         """Return the pooled output for the hidden state `hidden`, f32 [hidden_size]: the scores, f32 [num_labels], if
@@ -55,6 +59,7 @@ class InputProcessor:
     grammar_builder: GrammarBuilder = GrammarBuilder()
     classifier: np.ndarray | None = None  # f32 [num_labels, hidden_size] of a model that scores and does not generate
     joins_pairs: bool = False  # the classifier reads logits of a generative model: a pair is one concatenated text
+    images: ImagePrompts | None = None  # None: the model takes text only, or images are turned off
     model_hash: str = ""  # equal on servers of the same model; empty: not a server
 
     @classmethod
@@ -67,7 +72,7 @@ class InputProcessor:
         loras: LoraRegistry | None = None,
     ) -> InputProcessor:
         """Return the processor of the exported model in `graph_dir`. `cache_size` is that of LengthLimits."""
-        model = Manifest.read(graph_dir)
+        model, reader = Manifest.read(graph_dir), ImageReader.load(config, graph_dir)
         model_len = config.model_len(model.max_seq_len)
         max_seq_len, max_dec_len = min(config.max_prompt_len, model_len), min(config.max_answer_len, model_len)
         is_cut = model_len < model.max_seq_len
@@ -79,12 +84,13 @@ class InputProcessor:
             grammar_builder=GrammarBuilder.of_server(config),
             classifier=load_head(graph_dir),
             joins_pairs=is_of_tokens(graph_dir),
+            images=ImagePrompts(tokenizer, reader, config.max_images) if reader else None,
         )
 
     def process(self, request: GenerationRequest) -> Prompt:
         """Tokenize the request and check it against all limits. Raises InvalidRequest, whose message names the field,
         the value and the limit."""
-        token_ids = self._prompt_ids(request)
+        token_ids, spans = self._prompt_ids(request)
         check_classifier(request, self.classifier is not None)
         self.check_ids(request.source, token_ids)
         max_new_tokens = self.lengths.max_new_tokens(request, len(token_ids))
@@ -102,7 +108,12 @@ class InputProcessor:
                 raise InvalidRequest(text, field="answer_ids", value=len(answer), limit=max_new_tokens)
         classifier = self.classifier if request.pooling == SCORE else None
         n = request.n if request.use_beam_search else request.best_of or request.n
-        return Prompt(token_ids, sampling, n, request.cache_salt or "", classifier, reasoning)
+        return Prompt(token_ids, sampling, n, request.cache_salt or "", classifier, reasoning, tuple(spans))
+
+    def close(self) -> None:
+        """End the processes that decode images."""
+        if self.images:
+            self.images.reader.close()
 
     def _sampling(self, request: GenerationRequest, max_new_tokens: int, reasoning: str | None) -> Sampling:
         stop_ids = self._stop_ids(request)
@@ -127,28 +138,42 @@ class InputProcessor:
             adapter=self.loras.find(request.lora_name) if request.lora_name else (),
         )
 
-    def _prompt_ids(self, request: GenerationRequest) -> list[int]:
+    def _prompt_ids(self, request: GenerationRequest) -> tuple[list[int], list[PromptSpan]]:
         try:
-            token_ids = self._token_ids(request)
+            token_ids, spans = self._token_ids(request)
         except InvalidRequest as error:  # errors of the tokenizer and the template have no field
             raise (error if error.field else error.blaming(request.source)) from None
         if not token_ids:
             raise InvalidRequest("The prompt has no tokens", field=request.source)
         if limit := request.truncate_prompt_tokens:
-            token_ids = token_ids[-(limit if limit > 0 else self.lengths.longest_prompt(request)) :]
-        return token_ids
+            num_kept = limit if limit > 0 else self.lengths.longest_prompt(request)
+            if spans and num_kept < len(token_ids):
+                text = "The `{field}` would cut a prompt with images, which has {value} tokens"
+                raise InvalidRequest(text, field="truncate_prompt_tokens", value=len(token_ids), limit=num_kept)
+            token_ids = token_ids[-num_kept:]
+        return token_ids, spans
 
-    def _token_ids(self, request: GenerationRequest) -> list[int]:
+    def _token_ids(self, request: GenerationRequest) -> tuple[list[int], list[PromptSpan]]:
         if request.input_ids is not None:
-            return list(request.input_ids)
+            return list(request.input_ids), []
         if request.text_pair is not None and request.text is not None:
-            return self._pair_ids(request, request.text, request.text_pair)
+            return self._pair_ids(request, request.text, request.text_pair), []
+        if request.text is None and request.images:
+            return self.encode_images(self._chat_of(request, request.messages or []))
         if request.text is None:
-            return self._chat_ids(request, request.messages or [])
+            return self._chat_ids(request, request.messages or []), []
         if self.tokenizer.has_chat_template and request.apply_chat_template:
-            return self._chat_ids(request, [{"role": "user", "content": request.text}])
+            return self._chat_ids(request, [{"role": "user", "content": request.text}]), []
         self.check_size("text", request.text)
-        return self.tokenizer.encode(request.text)
+        return self.tokenizer.encode(request.text), []
+
+    def encode_images(self, chat: Chat) -> tuple[list[int], list[PromptSpan]]:
+        """Return the token ids of a chat with images, and the spans of these. Raises InvalidRequest."""
+        if self.images is None:
+            raise chat.images[0].error("is an image: the model takes text only, or ENABLE_MM=0 has turned images off")
+        parts = self.images.render(chat)
+        self.check_size("messages", "".join(parts))
+        return self.images.encode(parts, chat, self.lengths.max_seq_len)
 
     def _pair_ids(self, request: GenerationRequest, text: str, pair: str) -> list[int]:
         """Return the token ids of a pair: by the chat template if it has the roles query and document, else by the
@@ -169,11 +194,15 @@ class InputProcessor:
         self.lengths.check_bytes(field, num_bytes, self.tokenizer.max_token_bytes)
 
     def _chat_ids(self, request: GenerationRequest, messages: list[dict]) -> list[int]:
-        if request.system:
-            messages = [{"role": "system", "content": request.system}, *messages]
-        text = self.tokenizer.render_chat(messages, **(request.chat_template_kwargs or {}))
+        chat = self._chat_of(request, messages)
+        text = self.tokenizer.render_chat(chat.messages, **chat.variables)
         self.check_size(request.source, text)
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template adds them
+
+    def _chat_of(self, request: GenerationRequest, messages: list[dict]) -> Chat:
+        if request.system:
+            messages = [{"role": "system", "content": request.system}, *messages]
+        return Chat(messages, request.images, request.chat_template_kwargs or {}, request.mm_processor_kwargs)
 
     def _stop_ids(self, request: GenerationRequest) -> tuple[int, ...]:
         stop_ids = request.eos_token_ids

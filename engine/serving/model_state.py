@@ -34,6 +34,7 @@ def model_state(service: Service, processor: InputProcessor, max_running: int, w
         metrics=samples(service, max_running) if with_metrics else None,
         last_requests=service.latency.recent() if with_metrics else None,
         num_waiting_tokens=int(stats.get("num_waiting_tokens", 0)),
+        reads_images=processor.images is not None,
         model_hash=processor.model_hash,
         engines=[
             (min(engine.silent_s, 1e9), engine.stats.get("step_age_s", 0.0))

@@ -121,6 +121,12 @@ class Reply:
             self.sender.send(self._encode_delta(choice, is_end=False), False)
             choice.mark_sent()
 
+    def drop_images(self) -> None:
+        """Release the memory of images, which is not needed once the engine client has them."""
+        if self.prompt.spans:
+            self.state = self.state.without_images()
+            self.prompt = self.state.prompt
+
     def cancel_all(self) -> None:
         """Cancel all choices in the engine; those that have ended are not affected."""
         for choice in self.choices:

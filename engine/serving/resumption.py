@@ -31,16 +31,24 @@ class Resumption:
         if finished := self.finished.get(owner, request.req_id):
             check_same(finished.state, request)
             self.finished.pop(owner, request.req_id)
-            state = finished.state
+            state = self._with_images(finished.state, request)
         else:
             is_same_model = self._is_first_model and not request.lora_name  # its adapter may have been replaced
             is_same = bool(request.answer_ids) or (request.is_repeatable and is_same_model)
             if any(request.resume_from) and not is_same:
-                text = "The answer to {field} {value} is not known any more: ask again without `{resume_from}`"
-                raise UnknownAnswer(text, field="req_id", value=shown(request.req_id))
+                raise _unknown(request)
             state = self._create(request, owner, storing)
         state.resume(request)
         return state
+
+    def _with_images(self, state: RequestState, request: GenerationRequest) -> RequestState:
+        """Return the state with what the engine needs to go on: the images, which finished requests do not keep."""
+        if not (state.prompt.spans and any(choice.is_open for choice in state.choices)):
+            return state
+        restored = state.with_images_of(self._processor.process(request))
+        if restored is None:  # what is at the URL of an image has changed
+            raise _unknown(request)
+        return restored
 
     def _create(self, request: GenerationRequest, owner: str, storing: StoreOptions | None) -> RequestState:
         state = RequestState.create(request, self._processor.process(request), self._processor.tokenizer)
@@ -54,3 +62,8 @@ class Resumption:
             check_same(previous.state, request)
             previous.ended(Cancelled("the answer goes on over another connection"))
             previous.is_released.wait(RELEASE_TIMEOUT_S)
+
+
+def _unknown(request: GenerationRequest) -> UnknownAnswer:
+    text = "The answer to {field} {value} is not known any more: ask again without `{resume_from}`"
+    return UnknownAnswer(text, field="req_id", value=shown(request.req_id))

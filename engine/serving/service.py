@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_PARSER_THREADS = 2
+NUM_IMAGE_THREADS = 8  # requests whose images are downloaded or decoded at the same time
 NUM_SENDER_THREADS = 4
 MAX_REPLIES_PER_FLUSH = 64  # replies whose deltas are collected before a flush of the shared streams
 MIN_CANCEL_POLL_S, MAX_CANCEL_POLL_S = 0.05, 0.5
@@ -70,6 +71,7 @@ class Service:
         self._callbacks = ReplyCallbacks(self._ready.put, self._release, client.cancel, options.streaming)
         self._closing = threading.Event()  # set when open requests have been given up
         self._parsers = ThreadPoolExecutor(NUM_PARSER_THREADS, "parser")
+        self._images = ThreadPoolExecutor(NUM_IMAGE_THREADS, "images")  # waits for downloads and decoders
         self._urgent = ThreadPoolExecutor(1, "urgent")
         self._loading = ThreadPoolExecutor(1, "loading")  # waits for the disk
         self._threads = [
@@ -108,8 +110,9 @@ class Service:
     def close(self, drain_s: float) -> None:
         """Refuse new requests, wait up to `drain_s` seconds for the open ones, then end them with an error."""
         deadline = time.monotonic() + drain_s
-        for pool in (self._parsers, self._urgent, self._loading):
+        for pool in (self._parsers, self._urgent, self._loading, self._images):
             pool.shutdown(wait=True)
+        self._processor.close()
         self._readiness.is_draining = True
         while self._replies and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -129,12 +132,28 @@ class Service:
     # Parsing
 
     def _accept(self, payload: bytes, sender: Sender, received: float) -> None:
-        req_id = None
         try:
             self._admission.mark_parsed()
             if sender.is_cancelled():
                 raise Cancelled("the client has cancelled the request")
             body = wire.only_object(payload)
+        except Exception as error:
+            self._refuse(error, None, sender, received)
+            return
+        if self._processor.images and wire.has_images(body):
+            self._admission.mark_waiting()
+            self._images.submit(self._accept_images, body, sender, received)
+        else:
+            self._accept_body(body, sender, received)
+
+    def _accept_images(self, body: dict[str, Any], sender: Sender, received: float) -> None:
+        """Accept a request with images. Reading them takes long, so that it has threads of its own."""
+        self._admission.mark_parsed()
+        self._accept_body(body, sender, received)
+
+    def _accept_body(self, body: dict[str, Any], sender: Sender, received: float) -> None:
+        req_id = None
+        try:
             if body.get(wire.PROBE):
                 self._send_state(sender, body[wire.PROBE] == wire.METRICS)
                 return
@@ -254,7 +273,9 @@ class Service:
             submissions = reply.submissions()
             reply.begin()
             if submissions:
-                self.client.submit(reply.prompt.token_ids, submissions, reply.prompt.salt, (owner.name, priority))
+                prompt, position = reply.prompt, (owner.name, priority)
+                self.client.submit(prompt.token_ids, submissions, prompt.salt, position, prompt.spans)
+            reply.drop_images()  # the client has those that the engine needs
         except Exception as error:
             reply.ended(as_request_error(error))
         if reply.is_over:  # cancelled before the engine client knew it
@@ -281,6 +302,7 @@ class Service:
         """Close the books of a reply. Called just before its final response, so that a client can reuse the req_id as
         soon as it has received that."""
         reply.cancel_all()  # no effect unless it ends early, by a stop string or a cancellation
+        reply.drop_images()
         if self._tracer:
             self._tracer.send(request_spans(reply, self._tracer.model_name))
         self._resumption.finished.add(FinishedRequest(reply.state))

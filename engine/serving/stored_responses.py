@@ -125,7 +125,8 @@ def _status(state: RequestState, error: RequestError | None, has_begun: bool = T
 
 def _response(state: RequestState, status: str, error: RequestError | None) -> StoredResponse:
     """Return the StoredResponse of a request. Must be called by one thread at a time while its answer grows."""
-    about, messages = state.storing.about if state.storing else {}, state.request.messages or []
+    about = state.storing.about if state.storing else {}
+    messages = wire.put_images(state.request.messages or [], state.request.images)
     error = error if status == wire.FAILED else None
     request = json.dumps([about, messages])
     return StoredResponse(state.request.req_id, status, request, state.choices[0].delta_from(), error)

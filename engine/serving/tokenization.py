@@ -6,6 +6,7 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest
+from engine.serving.image_prompts import Chat
 from engine.serving.input_processor import InputProcessor
 
 
@@ -26,20 +27,28 @@ def _tokenize(question: dict[str, Any], processor: InputProcessor) -> wire.Token
         raise InvalidRequest("Exactly one of `{field}` and `messages` must be set", field="prompt")
     source = "prompt" if "prompt" in given else "messages"
     try:
-        text = given["prompt"] if source == "prompt" else _rendered(given, processor)
-    except InvalidRequest as error:  # errors of the chat template have no field
-        raise error.blaming(source) from None
-    processor.check_size(source, text)
-    # A chat template adds special tokens itself.
-    token_ids = processor.tokenizer.encode(text, given.get("add_special_tokens", source == "prompt"))
+        token_ids = _prompt_ids(given, processor) if source == "prompt" else _chat_ids(given, processor)
+    except InvalidRequest as error:  # errors of the tokenizer and the template have no field
+        raise (error if error.field else error.blaming(source)) from None
     names = [processor.tokenizer.token_name(each) for each in token_ids] if given.get("return_token_strs") else None
     return wire.TokenizeResponse(token_ids, processor.lengths.model_len, names)
 
 
-def _rendered(given: dict[str, Any], processor: InputProcessor) -> str:
+def _prompt_ids(given: dict[str, Any], processor: InputProcessor) -> list[int]:
+    processor.check_size("prompt", given["prompt"])
+    return processor.tokenizer.encode(given["prompt"], given.get("add_special_tokens", True))
+
+
+def _chat_ids(given: dict[str, Any], processor: InputProcessor) -> list[int]:
     own = ("add_generation_prompt", "continue_final_message", "tools")
-    variables = {name: given[name] for name in own if name in given}
-    return processor.tokenizer.render_chat(given["messages"], **{**given.get("chat_template_kwargs", {}), **variables})
+    variables = {**given.get("chat_template_kwargs", {}), **{name: given[name] for name in own if name in given}}
+    messages, images = wire.take_images(given["messages"])
+    if images:
+        return processor.encode_images(Chat(messages, images, variables, given.get("mm_processor_kwargs")))[0]
+    text = processor.tokenizer.render_chat(messages, **variables)
+    processor.check_size("messages", text)
+    # The template adds special tokens itself.
+    return processor.tokenizer.encode(text, given.get("add_special_tokens", False))
 
 
 def _detokenize(question: dict[str, Any], processor: InputProcessor) -> wire.DetokenizeResponse:

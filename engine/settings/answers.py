@@ -55,7 +55,10 @@ class Answers:
         minimum=1,
     )
     max_body_bytes: int = setting(
-        4 << 20, "MAX_BODY_BYTES", "longest request: the HTTP body, or the text over gRPC", minimum=1024
+        4 << 20,
+        "MAX_BODY_BYTES",
+        "longest request: the HTTP body, or the text over gRPC; 33554432 by default with a model that reads images",
+        minimum=1024,
     )
     api_key: str = setting(
         "",

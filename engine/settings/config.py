@@ -14,6 +14,7 @@ from engine.errors import ConfigError
 from engine.settings.answers import Answers
 from engine.settings.capacity import Capacity
 from engine.settings.grammars import GrammarSettings
+from engine.settings.images import ImageSettings
 from engine.settings.loras import LoraSettings
 from engine.settings.ports import Ports
 from engine.settings.processes import Processes
@@ -26,7 +27,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 @dataclass(frozen=True)
 class Config(
-    Processes, GrammarSettings, Answers, Capacity, LoraSettings, ReplicaSettings, Ports
+    Processes, GrammarSettings, ImageSettings, Answers, Capacity, LoraSettings, ReplicaSettings, Ports
 ):  # dataclass takes the fields of the last one first
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
@@ -80,6 +81,7 @@ class Config(
             self.check_swap_space,
             self._check_draft_model,
             self.check_traces,
+            self.check_images,
         )
         for check in of_each if problems else (lambda: self.machines, self._check_ports, *of_each):
             try:

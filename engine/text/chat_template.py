@@ -41,7 +41,7 @@ class ChatTemplate:
             raise ChatTemplateError("messages cannot be set among the variables of the chat template")
         variables = {"tools": None, "documents": None, **self._special_tokens, **variables}
         template = self._pick(bool(variables["tools"]))
-        messages = [_with_plain_content(message) for message in messages]
+        messages = [with_joined_texts(message) for message in messages]
         try:
             return template.render(variables, messages=messages)
         except Exception as error:  # a template is foreign code and may raise anything
@@ -50,7 +50,7 @@ class ChatTemplate:
     def render_open(self, messages: Sequence[Json], variables: Json) -> str:
         """Return the prompt text up to the end of the last message, which the answer continues. Raises
         ChatTemplateError."""
-        content = str(_with_plain_content(messages[-1]).get("content") or "") if messages else ""
+        content = str(with_joined_texts(messages[-1]).get("content") or "") if messages else ""
         text = self.render(messages, variables)
         for end in (content, content.strip()):  # some templates leave out the space around it
             if end.strip() and end in text:
@@ -97,18 +97,24 @@ def _reason(error: Exception) -> str:
     return str(error) if is_own_words and str(error) else f"{type(error).__name__}: {error}"
 
 
-def _with_plain_content(message: Json) -> Json:
-    """Return the message with its text parts joined, because templates expect a single string."""
+def with_joined_texts(message: Json) -> Json:
+    """Return the message with adjacent text parts joined. Without images its content is a single string, because
+    templates expect that."""
     if not isinstance(message, Mapping):
         raise ChatTemplateError(f"a message must be an object with role and content, it is {message!r:.80}")
     parts = message.get("content")
     if not isinstance(parts, list):
         return message
-    texts = []
+    joined: list[dict[str, str]] = []
     for part in parts:
         match part:
             case {"type": "text", "text": str(text)}:
-                texts.append(text)
+                if joined and joined[-1]["type"] == "text":
+                    text = joined.pop()["text"] + text
+                joined.append({"type": "text", "text": text})
+            case {"type": "image"}:
+                joined.append({"type": "image"})
             case _:
                 raise ChatTemplateError(f"content may have parts of type text only, got {part!r:.80}")
-    return {**message, "content": "".join(texts)}
+    has_images = any(part["type"] == "image" for part in joined)
+    return {**message, "content": joined if has_images else "".join(part["text"] for part in joined)}

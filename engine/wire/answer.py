@@ -75,6 +75,7 @@ class ModelState(msgspec.Struct, frozen=True, tag="state", array_like=True):
     metrics: list[Any] | None = None  # samples for gateway/metrics.py, if requested
     last_requests: list[Any] | None = None  # recently ended requests, the latest first, if requested
     num_waiting_tokens: int = 0  # prompt tokens of the waiting requests
+    reads_images: bool = False
     model_hash: str = ""  # of the exported model's manifest and config; equal on machines that serve the same model
     engines: list[tuple[float, float]] = []  # engine_silent_s and engine_step_s of each engine if there are several
     is_end: ClassVar[bool] = True

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.sampling_parameters import Parameter
+from engine.wire.images import IMAGE, UNSUPPORTED, checked_part, path_of
 from engine.wire.schema import ID, IDS, MESSAGE, Check, accepts
 
 MAX_STOP_SEQUENCES = 64  # and bad words
@@ -240,25 +241,41 @@ def _short_string(key: str, value: Any) -> str:
 @accepts(type="array", items=MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
 def messages(key: str, value: Any) -> list[dict[str, Any]]:
     """Check the messages of a chat. The role of a message defaults to `user`."""
-    for item in _at_most(MAX_MESSAGES, key, _filled_list(key, value)):
+    checked = []
+    for index, item in enumerate(_at_most(MAX_MESSAGES, key, _filled_list(key, value))):
         if not isinstance(item, dict):
             text = f"The items in {{field}} must be objects, {{value}} is {kind_of(item)}"
             raise InvalidRequest(text, field=key, value=brief(item))
         if item.get("content") is None and not item.get("tool_calls"):
             raise InvalidRequest("The item in {field} must include `content`", field=key)
         within(key, "[].role", filled_string, item.get("role", "user"))
-        within(key, "[].content", _content, item.get("content", ""))
-    return [{"role": "user", **item} for item in value]
+        content = item.get("content", "")
+        if isinstance(content, list):
+            item = {
+                **item,
+                "content": [_part(key, f"[{index}].content[{at}]", each) for at, each in enumerate(content)],
+            }
+        elif content is not None:
+            within(key, "[].content", string, content)
+        checked.append({"role": "user", **item})
+    return checked
 
 
-def _content(key: str, value: Any) -> None:
-    if isinstance(value, list):
-        for part in value:
-            if not isinstance(part, dict) or part.get("type") != "text":
-                raise refusal(key, "may hold parts of type `text` only, {value} is none", brief(part))
-            within(key, "[].text", string, part.get("text"))
-    elif value is not None:
-        string(key, value)
+def _part(key: str, place: str, part: Any) -> dict[str, Any]:
+    """Check one content part. `place` is its path in the messages."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        within(key, "[].content[].text", string, part.get("text"))
+        return part
+    if kind == IMAGE:
+        try:
+            return checked_part(part, place)
+        except ValueError as error:
+            raise InvalidRequest(f"The `{{field}}{path_of(part, place)}` {error}", field=key) from None
+    if kind in UNSUPPORTED:
+        text = f"The `{{field}}{place}` is of type {{value}}, which is not supported: parts are of type text or {IMAGE}"
+        raise InvalidRequest(text, field=key, value=kind)
+    raise refusal(key, f"may hold parts of type `text` and `{IMAGE}` only, {{value}} is none", brief(part))
 
 
 @accepts(
@@ -289,6 +306,23 @@ def objects(key: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise refusal(key, "must be a list, it is {value}", kind_of(value))
     return [within(key, "[]", json_object, item) for item in value]
+
+
+PIXELS = ("min_pixels", "max_pixels")  # of `mm_processor_kwargs`; FastDeploy writes image_ in front of them
+MAX_PIXELS = 1 << 26
+PIXEL_COUNT = {"type": "integer", "minimum": 1, "maximum": MAX_PIXELS}
+
+
+@accepts(type="object", properties={**dict.fromkeys((*PIXELS, *(f"image_{each}" for each in PIXELS)), PIXEL_COUNT)})
+def mm_processor_kwargs(key: str, value: Any) -> dict[str, int]:
+    """Check the limits of the pixels of an image, and return them by their names in PIXELS. Other options are those of
+    videos and of other processors, which do not change how an image is read here."""
+    limits: dict[str, int] = {}
+    for name, each in json_object(key, value).items():
+        own = name.removeprefix("image_")
+        if own in PIXELS and each is not None:
+            limits[own] = within(key, f".{name}", int_in(1, MAX_PIXELS), each)
+    return limits
 
 
 @accepts(enum=["fastdeploy", "openai"])

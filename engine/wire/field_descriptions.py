@@ -16,7 +16,9 @@ NO_EFFECT = "accepted without effect; only `truncate_prompt_tokens` cuts a promp
 FIELD_DESCRIPTIONS = {
     "text": "the prompt: a user turn where the model has a chat template, else continued as it stands",
     "input_ids": "the prompt as token ids",
-    "messages": "the prompt as up to 10000 turns with `role` and `content` (a text, or a list of parts of type `text`)",
+    "messages": "the prompt as up to 10000 turns with `role` and `content` (a text, or a list of parts of type `text`, "
+    "and of type `image_url` where the model reads [images](#images))",
+    "mm_processor_kwargs": "`min_pixels` and `max_pixels` of each [image](#images), up to 67108864 and the server's",
     "system": "a system message before the others",
     "apply_chat_template": "of `text`: `false` continues it as it stands",
     "chat_template_kwargs": "an object of variables for the chat template",

@@ -52,6 +52,7 @@ FIELDS: dict[str, Field] = {
     "guided_decoding_disable_any_whitespace": Field((), checks.boolean),
     "traceparent": Field((), checks.short_name),
     "cache_salt": Field((), checks.short_name),
+    "mm_processor_kwargs": Field((), checks.mm_processor_kwargs),
     "lora_name": Field((), checks.short_name),
     "resume_from": Field((), checks.counts),
     "answer_ids": Field((), checks.answer_ids),

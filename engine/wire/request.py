@@ -15,6 +15,7 @@ from engine.errors import InvalidRequest, literally
 from engine.sampling_parameters import PARAMETERS, PENALTIES, SamplingParameters
 from engine.wire.checks import MAX_N, SCORE, kind_of, shown
 from engine.wire.fields import FIELDS
+from engine.wire.images import ImagePart, take_images
 from engine.wire.loras import LORA_FIELDS
 from engine.wire.owner import OWNER
 from engine.wire.shared import SHARE
@@ -77,6 +78,8 @@ class GenerationRequest:
     text: str | None = None
     input_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
+    images: tuple[ImagePart, ...] = ()  # of the messages, which have their digests
+    mm_processor_kwargs: dict[str, int] | None = None  # limits of the pixels of each image
     system: str | None = None
     apply_chat_template: bool = True  # of `text`; false continues the text as it stands
     chat_template_kwargs: dict[str, Any] | None = None
@@ -168,8 +171,17 @@ def parse_request(body: dict[str, Any]) -> GenerationRequest:
         raise problems[0] if len(problems) == 1 else _combined(problems)
     for name in IGNORED:
         values.pop(name, None)
+    values |= _images(values)
     parameters: Any = {each.name: values.pop(each.field, each.default) for each in PARAMETERS}
     return GenerationRequest(**values, parameters=SamplingParameters(**parameters))
+
+
+def _images(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of messages, which may have images, with these apart."""
+    if "messages" not in values:
+        return {}
+    messages, images = take_images(values["messages"])
+    return {"messages": messages, "images": images}
 
 
 def _check_beam_search(values: dict[str, Any]) -> list[InvalidRequest]:

@@ -12,7 +12,23 @@ Checks = TypeVar("Checks", bound=Check)
 ID: Json = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}  # token id
 IDS: Json = {"type": "array", "items": ID}
 TEXT_PART = {"properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]}
-CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object", **TEXT_PART}}]}
+URL = {"type": "string", "pattern": "^([dD][aA][tT][aA]:|[hH][tT][tT][pP][sS]?://)[\\x00-\\x7f]*$"}
+IMAGE_URL = {
+    "anyOf": [
+        URL,
+        {
+            "type": "object",
+            "properties": {"url": URL, "detail": {"enum": ["auto", "low", "high", None]}},
+            "required": ["url"],
+        },
+    ]
+}
+IMAGE_PART = {
+    "properties": {"type": {"const": "image_url"}, "image_url": IMAGE_URL},
+    "required": ["type", "image_url"],
+}
+PART = {"type": "object", "anyOf": [TEXT_PART, IMAGE_PART]}
+CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]}
 MESSAGE: Json = {
     "type": "object",
     "properties": {"role": {"type": "string", "minLength": 1}, "content": CONTENT},

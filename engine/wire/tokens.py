@@ -25,6 +25,7 @@ TOKENIZE_FIELDS = {
     "continue_final_message": Field((), checks.boolean),
     "tools": Field((), checks.objects),
     "chat_template_kwargs": Field((), checks.json_object),
+    "mm_processor_kwargs": Field((), checks.mm_processor_kwargs),
     "return_token_strs": Field((), checks.boolean),
 }
 DETOKENIZE_FIELDS = {"tokens": Field((), _any_ids)}

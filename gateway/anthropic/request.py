@@ -64,7 +64,7 @@ def chat_of(body: Json) -> Json:
 def tokenize_body_of(body: Json) -> Json:
     """Return the body of a tokenize question, which counts the tokens of the prompt."""
     chat = chat_of({name: value for name, value in body.items() if value is not None})
-    return {**chat, **chat_source(chat)}
+    return {**chat, **chat_source(chat), "mm_processor_kwargs": body.get("mm_processor_kwargs")}
 
 
 def _messages(body: Json) -> list[Json]:
@@ -72,13 +72,16 @@ def _messages(body: Json) -> list[Json]:
         raise InvalidRequest("`{field}` is missing", field="messages")
     system = body.get("system")
     messages: list[Json] = [{"role": "system", "content": _texts("system", system)}] if system else []
-    for turn in wire.objects("messages", body["messages"]):
-        messages += _turn(turn)
+    for index, turn in enumerate(wire.objects("messages", body["messages"])):
+        messages += _turn(turn, f"[{index}]")
     return messages
 
 
-def _turn(turn: Json) -> list[Json]:
-    """Return the chat messages of one turn. Tool results become messages of their own, before the rest of the turn."""
+def _turn(turn: Json, place: str) -> list[Json]:
+    """Return the chat messages of one turn at `place` in the messages.
+
+    Tool results become messages of their own, before the rest of the turn.
+    """
     content = turn.get("content")
     if (role := turn.get("role")) not in ROLES:
         text = "`{field}[].role` must be one of {limit}, it is {value}"
@@ -87,10 +90,10 @@ def _turn(turn: Json) -> list[Json]:
         return [turn]
     message: Json = {"role": role, "content": []}
     results: list[Json] = []
-    for block in wire.within("messages", "[].content", wire.objects, content):
-        kind = block.get("type")
+    for at, block in enumerate(wire.within("messages", "[].content", wire.objects, content)):
+        kind, place_of_block = block.get("type"), f"{place}.content[{at}]"
         if kind == "tool_result":
-            content_of_result = _texts("messages", block.get("content") or "")
+            content_of_result = _parts(block.get("content") or "", place_of_block)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content_of_result})
         elif kind == "tool_use":
             arguments = wire.within("messages", "[].content[].input", AN_OBJECT, block.get("input"))
@@ -101,8 +104,31 @@ def _turn(turn: Json) -> list[Json]:
         elif kind == "thinking":
             message["reasoning_content"] = block.get("thinking")
         elif kind != "redacted_thinking":
-            message["content"].append(_text("messages", block))
+            message["content"].append(_part(block, place_of_block))
     return results if results and not message["content"] else [*results, message]
+
+
+def _parts(content: Any, place: str) -> Any:
+    """Return the content of a tool result as that of a chat message."""
+    if not isinstance(content, list):
+        return A_STRING("messages", content)
+    return [_part(each, f"{place}.content[{at}]") for at, each in enumerate(wire.objects("messages", content))]
+
+
+def _part(block: Json, place: str) -> Json:
+    """Return the part of a chat message for a block of text or an image."""
+    if block.get("type") != "image":
+        return _text("messages", block)
+    source = block.get("source")
+    match source:
+        case {"type": "base64", "media_type": str(media_type), "data": str(data)}:
+            return wire.image_part(f"data:{media_type};base64,{data}", f"{place}.source")
+        case {"type": "url", "url": str(url)}:
+            return wire.image_part(url, f"{place}.source")
+    text = (
+        f"`{{field}}{place}.source` must be an image of type base64, with media_type and data, or url, it is {{value}}"
+    )
+    raise InvalidRequest(text, field="messages", value=wire.shown(source))
 
 
 def _texts(name: str, content: Any) -> Any:
@@ -113,7 +139,7 @@ def _texts(name: str, content: Any) -> Any:
 
 def _text(name: str, block: Json) -> Json:
     if block.get("type") != "text":
-        text = "`{field}` may hold blocks of text, thinking and tools only, {value} is none"
+        text = "`{field}` may hold blocks of text, images, thinking and tools only, {value} is none"
         raise InvalidRequest(text, field=name, value=wire.shown(block))
     place = "[].content[].text" if name == "messages" else "[].text"
     return {"type": "text", "text": wire.within(name, place, A_STRING, block.get("text"))}

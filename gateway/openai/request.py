@@ -36,7 +36,7 @@ PASSED_ON = (
         "reasoning_max_tokens",
         "thinking_token_budget",
     ),
-    *("best_of", "use_beam_search", "length_penalty", "truncate_prompt_tokens"),
+    *("best_of", "use_beam_search", "length_penalty", "truncate_prompt_tokens", "mm_processor_kwargs"),
 )
 UNSET = {"min_tokens": 0, "thinking_token_budget": -1}  # the same as not given
 OF_PROMPT = ("prompt_logprobs", "return_token_ids")  # forwarded as well; these add fields to the response

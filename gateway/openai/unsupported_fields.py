@@ -17,9 +17,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "audio", "web_search_options", "suffix", "prompt_embeds"), ()),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "early_stopping"), ()),
     **dict.fromkeys(("chat_template", "documents", "min_characters"), ()),
-    **dict.fromkeys(
-        ("logits_processors", "logits_processors_args", "custom_logit_processor", "mm_processor_kwargs"), ()
-    ),
+    **dict.fromkeys(("logits_processors", "logits_processors_args", "custom_logit_processor"), ()),
     **dict.fromkeys(("stop_regex", "no_stop_trim", "lora_path", "vllm_xargs", "watermarking"), ()),
     **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "logprob_token_ids", "repetition_detection"), ()),
     **dict.fromkeys(("extra_body", "mirostat", "dry_multiplier", "xtc_probability", "top_a", "dynatemp_range"), ()),

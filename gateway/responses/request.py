@@ -86,7 +86,7 @@ def tools_of(body: Json) -> Json:
 def tokenize_body_of(body: Json) -> Json:
     """Return the body of a tokenize question, which counts the tokens of the prompt."""
     chat = chat_of({name: value for name, value in body.items() if value is not None})
-    return {**chat, **chat_source(chat)}
+    return {**chat, **chat_source(chat), "mm_processor_kwargs": body.get("mm_processor_kwargs")}
 
 
 def _messages(body: Json, before: Sequence[Json]) -> list[Json]:
@@ -111,16 +111,16 @@ def instructions_of(body: Json) -> list[Json]:
 
 def add_items(messages: list[Json], items: Any) -> None:
     """Append the messages for these input items. Raise InvalidRequest."""
-    for item in wire.objects("input", items):
+    for index, item in enumerate(wire.objects("input", items)):
         kind = item.get("type", "message")
         if not isinstance(kind, str) or kind not in ITEMS:
             text = "`{field}` may have items of {limit}, not {value}"
             raise InvalidRequest(text, field="input", value=wire.shown(kind), limit=[*ITEMS])
-        ITEMS[kind](item, messages)
+        ITEMS[kind](item, messages, f"[{index}]")
 
 
-def _message(item: Json, messages: list[Json]) -> None:
-    said = {"role": item.get("role", "user"), "content": _content(item.get("content"))}
+def _message(item: Json, messages: list[Json], place: str) -> None:
+    said = {"role": item.get("role", "user"), "content": _content(item.get("content"), f"{place}.content")}
     messages.append({**_of_answer(messages, item), **said})
 
 
@@ -132,14 +132,14 @@ def _of_answer(messages: list[Json], item: Json) -> Json:
     return messages.pop() if is_next else {}
 
 
-def _reasoning(item: Json, messages: list[Json]) -> None:
+def _reasoning(item: Json, messages: list[Json], _: str) -> None:
     parts = [wire.within("input", f"[].{name}", wire.objects, item.get(name) or []) for name in ("content", "summary")]
     texts = [each.get("text") for each in chain(*parts)]
     if texts := [each for each in texts if isinstance(each, str)]:
         messages.append({"role": "assistant", "reasoning_content": "\n".join(texts)})
 
 
-def _call(item: Json, messages: list[Json]) -> None:
+def _call(item: Json, messages: list[Json], _: str) -> None:
     function = {"name": _text_of(item, "name"), "arguments": _text_of(item, "arguments")}
     call = {"id": _text_of(item, "call_id"), "type": "function", "function": function}
     if messages and messages[-1]["role"] == "assistant":
@@ -149,8 +149,8 @@ def _call(item: Json, messages: list[Json]) -> None:
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
 
 
-def _output(item: Json, messages: list[Json]) -> None:
-    call_id, output = _text_of(item, "call_id"), _content(item.get("output"))
+def _output(item: Json, messages: list[Json], place: str) -> None:
+    call_id, output = _text_of(item, "call_id"), _content(item.get("output"), f"{place}.output")
     messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
 
 
@@ -158,21 +158,31 @@ def _text_of(item: Json, name: str) -> str:
     return wire.within("input", f"[].{name}", A_STRING, item.get(name))
 
 
-ITEMS: dict[str, Callable[[Json, list[Json]], None]] = {
+ITEMS: dict[str, Callable[[Json, list[Json], str], None]] = {  # called with the place of the item in `input`
     **{"message": _message, "function_call": _call, "function_call_output": _output, "reasoning": _reasoning}
 }
 
 
-def _content(content: Any) -> Any:
-    """Return the text parts in the chat's form. Parts of other kinds are kept, and refused by the chat."""
+def _content(content: Any, place: str) -> Any:
+    """Return the text parts and images in the chat's form. Parts of other kinds are kept, and refused by the chat."""
     if not isinstance(content, list):
         return content
     texts = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
     parts = []
-    for part in wire.objects("input", content):
+    for at, part in enumerate(wire.objects("input", content)):
+        if part.get("type") == "input_image":
+            parts.append(_image(part, f"{place}[{at}]"))
+            continue
         name = texts.get(part["type"]) if isinstance(part.get("type"), str) else None
         parts.append({"type": "text", "text": part.get(name)} if name else part)
     return parts
+
+
+def _image(part: Json, place: str) -> Json:
+    if part.get("file_id") is not None:
+        text = f"`{{field}}{place}.file_id` is not supported: files cannot be uploaded, send a data URL as `image_url`"
+        raise InvalidRequest(text, field="input", value=wire.shown(part["file_id"]))
+    return wire.image_part(part.get("image_url"), f"{place}.image_url", part.get("detail"))
 
 
 def _tool(tool: Json) -> Json:

@@ -91,12 +91,14 @@ class FakeEngine:
         self.reason = None
         self.listeners = {}  # by engine id
         self.prompts = {}  # engine id -> prompt, of all that were ever submitted
+        self.spans = {}  # engine id -> the spans of the prompt
         self.cancelled, self.asked_to_expire, self.queue_positions = [], [], []
         self.on_submit = lambda: None
         self._lock = threading.Lock()
 
-    def submit(self, token_ids, submissions, salt, queue_position):
-        messages.pack(token_ids, [messages.pack_sampling(each.sampling) for each in submissions], salt, queue_position)
+    def submit(self, token_ids, submissions, salt, queue_position, spans=()):
+        samplings = [messages.pack_sampling(each.sampling) for each in submissions]
+        messages.pack(token_ids, samplings, salt, queue_position, messages.pack_spans(spans))
         self.on_submit()
         self.queue_positions.append(queue_position)
         if self.reason:
@@ -104,7 +106,7 @@ class FakeEngine:
         with self._lock:
             for each in submissions:
                 assert each.request_id not in self.prompts, "an id is used twice"
-                self.prompts[each.request_id] = list(token_ids)
+                self.prompts[each.request_id], self.spans[each.request_id] = list(token_ids), list(spans)
                 self.listeners[each.request_id] = each.listener
 
     def cancel(self, request_id, is_complete):

@@ -8,7 +8,8 @@ from engine.settings.foreign.row import FASTDEPLOY, OptionRow, ignored, refused,
 DISAGGREGATION = "prefill and decode run in the same server, interleaved in every step; leave the option out"
 ONE_POOL = "all blocks are one pool, whose blocks are taken one by one as a request grows"
 PORT = "the engine needs no port; servers that differ in this one differ in one"
-IMAGES = "requests with images are not supported"
+IMAGE_OUTPUT = "answers are text"
+IMAGE_CACHES = "embeddings of images are kept in the engine, and blocks of prompts by the content of their images"
 LOCAL = "requests wait in this server alone"
 EXPERTS = "every rank has a share of each expert"
 RELOAD = "`start_server --reload MODEL` replaces the model"
@@ -20,7 +21,8 @@ NO_EFFECT = {
     **dict.fromkeys(("scheduler-ttl", "scheduler-min-load-score", "scheduler-load-shards-num"), LOCAL),
     **dict.fromkeys(("scheduler-host", "scheduler-port", "scheduler-db", "scheduler-topic"), LOCAL),
     **dict.fromkeys(("eplb-config", "chunked-moe-size"), EXPERTS),
-    **dict.fromkeys(("max-encoder-cache", "max-processor-cache", "deploy-modality"), IMAGES),
+    **dict.fromkeys(("max-encoder-cache", "max-processor-cache"), IMAGE_CACHES),
+    "deploy-modality": "ENABLE_MM=0 is for text only",
     "write-policy": "blocks are written to the host's memory when a GPU needs their place",
 }
 FLAGS_WITHOUT_EFFECT = {
@@ -29,7 +31,7 @@ FLAGS_WITHOUT_EFFECT = {
     "enable-flashinfer-allreduce-fusion": "the fastest all-reduce that the devices allow is always taken",
     "enable-overlap-schedule": "the next step is always picked while one runs",
     "enable-output-caching": "blocks of answers are always kept for prompts that begin alike",
-    "disable-chunked-mm-input": IMAGES,
+    "disable-chunked-mm-input": "a prompt may be divided inside an image, whose embeddings are computed once",
 }
 NOT_SUPPORTED = {
     "kvcache-storage-backend": "SWAP_SPACE keeps blocks in the host's memory",
@@ -99,12 +101,12 @@ ROWS: tuple[OptionRow, ...] = (
         FASTDEPLOY,
         harmless=("0",),
     ),
-    refused("--enable-mm", IMAGES, FASTDEPLOY, is_flag=True),
+    sets("--enable-mm", "ENABLE_MM", FASTDEPLOY, remark="on by default"),
     refused("--scheduler-name", LOCAL, FASTDEPLOY, harmless=("local",)),
     refused("--router", DISAGGREGATION, FASTDEPLOY),
     refused("--load-strategy", RELOAD, FASTDEPLOY, harmless=("normal",)),
     refused("--model-config-name", "the file is config.json", FASTDEPLOY, harmless=("config.json",)),
-    refused("--enable-mm-output", IMAGES, FASTDEPLOY, is_flag=True),
+    refused("--enable-mm-output", IMAGE_OUTPUT, FASTDEPLOY, is_flag=True),
     refused("--enable-early-stop", "a request ends with its max_tokens, stop or eos", FASTDEPLOY, is_flag=True),
     refused("--early-stop-config", "a request ends with its max_tokens, stop or eos", FASTDEPLOY),
     refused("--controller-port", "the server has no control port", FASTDEPLOY, harmless=("-1",)),

@@ -19,7 +19,8 @@ def own_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same settings by the names of `Config`'s fields. A name that no server has is left as it is. Raises
     ConfigError for what is not supported."""
     rows = {name: OPTIONS.get(f"--{name.replace('_', '-')}") for name in given.keys() - {*FIELDS.values()}}
-    own = {name: value for name, value in given.items() if not rows.get(name)}
+    own = {name: json.dumps(value) if isinstance(value, Mapping) else value for name, value in given.items()}
+    own = {name: value for name, value in own.items() if not rows.get(name)}
     environ = {env: str(own[name]) for env, name in FIELDS.items() if name in own}
     for name, row in sorted(rows.items(), key=lambda item: bool(item[1] and item[1].read)):  # readers see the others
         value = given[name]

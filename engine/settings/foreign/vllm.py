@@ -29,7 +29,6 @@ UNSUPPORTED = {
     "mix_quant": "all matrices have the same type, except those that the checkpoint quantizes; " + QUANTIZE,
     **dict.fromkeys(("bitsandbytes", "squeezellm", "aqlm"), QUANTIZE),
 }
-IMAGES = "requests with images are not supported"
 SECRET = "other users of the machine can read a command line; set the variable {}"
 
 ROWS: tuple[OptionRow, ...] = (
@@ -147,8 +146,15 @@ ROWS: tuple[OptionRow, ...] = (
     refused("--chat-template", "the chat template is the one in the model's folder", *BOTH),
     refused("--revision", "name a folder that has the revision", *BOTH, harmless=("main", "master")),
     refused("--max-cpu-loras", "--max-loras is how many adapters are in memory", VLLM),
-    refused("--limit-mm-per-prompt", IMAGES, *BOTH),
-    refused("--mm-processor-kwargs", IMAGES, *BOTH),
+    sets("--limit-mm-per-prompt", "LIMIT_MM_PER_PROMPT", *BOTH, remark="16 images by default; videos are refused"),
+    sets(
+        "--mm-processor-kwargs",
+        "MM_PROCESSOR_KWARGS",
+        *BOTH,
+        remark="`min_pixels` and `max_pixels`, also with `image_` in front; other keys have no effect",
+    ),
+    sets("--allowed-media-domains", "ALLOWED_MEDIA_DOMAINS", VLLM, remark="empty by default: no downloads; `*`: all"),
+    refused("--allowed-local-media-path", "images come in data URLs; files of the server are not read", VLLM),
     refused("--seed", "a request has a seed of its own, the field `seed`", VLLM, harmless=("0",)),
     refused("--api-key", SECRET.format("API_KEY, or --api-keys FILE"), VLLM),
     refused("--otel-exporter-otlp-headers", SECRET.format("OTEL_EXPORTER_OTLP_HEADERS"), VLLM),

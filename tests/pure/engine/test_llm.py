@@ -54,6 +54,8 @@ def test_settings_have_the_names_of_other_servers_as_well(tmp_path):
     more = {
         "max_concurrency": 100,
         "enable_mm": False,
+        "limit_mm_per_prompt": {"image": 10},
+        "mm_processor_kwargs": None,
         "tokenizer": None,
         "data_parallel_size": 1,
         "enable_prefix_caching": False,
@@ -65,10 +67,13 @@ def test_settings_have_the_names_of_other_servers_as_well(tmp_path):
         "speculate_method": "ngram",
         "max_model_len": 64,
         "data_parallel_size": 1,
+        "enable_mm": False,
+        "limit_mm_per_prompt": '{"image": 10}',
+        "mm_processor_kwargs": None,
         "enable_prefix_caching": False,
     }
-    with pytest.raises(ConfigError, match="^limit_mm_per_prompt is not supported"):
-        LLM(tmp_path, limit_mm_per_prompt={"image": 10})
+    with pytest.raises(ConfigError, match="^enable_mm_output is not supported"):
+        LLM(tmp_path, enable_mm_output=True)
     with pytest.raises(ConfigError, match="there is no setting batchsize; did you mean batch_size?"):
         LLM(tmp_path, batchsize=8)
 

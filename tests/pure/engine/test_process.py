@@ -56,7 +56,7 @@ def a_raw_client(address):
 
 def a_submission(epoch, request_id, max_new_tokens=500):
     sampling = messages.pack_sampling(Sampling(max_new_tokens, temperature=0))
-    return messages.SUBMIT, epoch, [5], [[request_id, sampling, []]], False, "", ("", 0)
+    return messages.SUBMIT, epoch, [5], [[request_id, sampling, []]], False, "", ("", 0), []
 
 
 def test_a_silent_client_loses_its_requests_and_is_notified_if_it_was_only_slow(monkeypatch):
@@ -203,7 +203,8 @@ def test_no_message_however_odd_ends_the_engine_or_harms_another_request(exporte
                 answers = [
                     [f"{number}-{index}", list(messages.pack_sampling(sampling)), [7][:index]] for index in (0, 1)
                 ]
-                whole = [messages.SUBMIT, epoch, [5, 6, 7], answers, False, "salt", ["owner", 0]]
+                spans = [[1, 2, b"hash", [1, 1, 2], b"pixels"]]
+                whole = [messages.SUBMIT, epoch, [5, 6, 7], answers, False, "salt", ["owner", 0], spans]
                 if number % 8 == 0:
                     whole = [messages.CANCEL, epoch, f"{number - 3}-0", False]
                 if number % 8 == 1:
@@ -229,7 +230,9 @@ def test_ids_that_the_model_does_not_have_and_lengths_beyond_it_are_no_submissio
 
     def submission(prompt, sampling, token_ids=()):
         _, fields = messages.unpack(
-            messages.pack("", "epoch", prompt, [["a", messages.pack_sampling(sampling), token_ids]], False, "", ["", 0])
+            messages.pack(
+                "", "epoch", prompt, [["a", messages.pack_sampling(sampling), token_ids]], False, "", ["", 0], []
+            )
         )
         return messages.unpack_submission(fields, bounds)
 
@@ -264,12 +267,20 @@ def test_a_message_larger_than_any_of_ours_is_not_taken():
 
 
 def test_what_a_client_may_send_is_less_than_the_engine_takes():
-    """The request has the longest prompt, nearly complete answers, and as many sampling options as possible."""
+    """The request has the longest prompt, most of which are images, nearly complete answers, and as many sampling
+    options as possible."""
     config = Config(max_seq_len=3000, max_dec_len=500)
     id_, words = 2**31 - 2, tuple((2**31 - 2,) * 1025 for _ in range(128))
     sampling = Sampling(500, stop_token_ids=(id_,) * 1100, bad_words=words, logit_bias=((id_, 99.5),) * 1024)
     answers = [["x" * 35, messages.pack_sampling(sampling), [id_] * 499] for _ in range(16)]
-    assert len(messages.pack(messages.SUBMIT, "x" * 50, [id_] * 3000, answers, True)) < messages.most_bytes(config)
+    sizes = [(1, 1)] * 15 + [(5, 597)]  # of the images in tokens, in prompts of 3000 tokens
+    images = [
+        (id_, rows * columns, b"h" * 16, (1, rows, columns), bytes(3 * 32**2 * rows * columns))
+        for rows, columns in sizes
+    ]
+    assert len(messages.pack(messages.SUBMIT, "x" * 50, [id_] * 3000, answers, True, images)) < messages.most_bytes(
+        config
+    )
 
 
 def test_the_engine_answers_while_a_long_step_runs_and_says_for_how_long_it_has():

@@ -6,6 +6,7 @@ import json
 import anthropic
 import pytest
 
+from engine import wire
 from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
 from tests.pure.gateway.test_tools import CALLS
 from tests.pure.gateway_fake import PATIENCE_S, FakeBackend, running
@@ -139,6 +140,26 @@ def test_a_conversation_is_a_chat_to_the_model():
     assert sent(system="Be short.")["messages"][0] == {"role": "system", "content": "Be short."}
 
 
+def test_images_are_parts_of_a_chat_and_keep_their_places():
+    inline = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    linked = {"type": "image", "source": {"type": "url", "url": "https://cat.example/b.png"}}
+    call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "x"}, linked]}
+    conversation = [
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}, inline]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, linked]},
+    ]
+    body = sent(messages=conversation, system="Be short.", tools=[WEATHER])
+    parts = list(wire.image_parts(body["messages"]))
+    assert [(part["image_url"]["url"], part["path"]) for part in parts] == [
+        ("data:image/png;base64,aGk=", "[0].content[1].source"),
+        ("https://cat.example/b.png", "[2].content[0].content[1].source"),
+        ("https://cat.example/b.png", "[2].content[1].source"),
+    ]
+    wire.parse_request({**body, "req_id": "a"})
+
+
 def test_fields_reach_the_model_as_those_of_a_chat_do():
     output_format = {"type": "json_schema", "schema": {"type": "object"}}
     body = sent(
@@ -168,7 +189,14 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [5]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].source",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
+            "messages[0].content[0].source",
+        ),
         ({"stop_sequences": [1]}, "stop_sequences"),
         ({"temperature": "hot"}, "temperature"),
         ({"temprature": 1}, "temperature"),

@@ -89,6 +89,7 @@ def test_the_models_are_listed_with_their_length(base):
     with running(FakeBackend(), served_model_name="deepseek-ai/R1") as gateway, openai_client(gateway, base) as client:
         [model] = client.models.list().data
         assert (model.id, model.object, model.max_model_len) == ("deepseek-ai/R1", "model", 8192)
+        assert (model.input_modalities, model.output_modalities) == (["text"], ["text"])
         assert client.models.retrieve("deepseek-ai/R1") == model
         with pytest.raises(openai.NotFoundError, match="the served model is `deepseek-ai/R1`"):
             client.models.retrieve("gpt-4")

@@ -37,6 +37,14 @@ def sent(body, path=CHAT):
     return body
 
 
+def test_image_parts_reach_the_model_with_their_places():
+    url = "data:image/png;base64,aGk="
+    parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": url, "detail": "high"}}]
+    body = sent({"messages": [*MESSAGES, {"role": "user", "content": parts}], "mm_processor_kwargs": {"max_pixels": 9}})
+    assert body["messages"][1]["content"][1] == {**parts[1], "path": "[1].content[1].image_url"}
+    assert body["mm_processor_kwargs"] == {"max_pixels": 9}
+
+
 def test_openais_defaults_are_not_the_native_ones():
     assert sent(A_COMPLETION, COMPLETIONS) == {
         "text": "Hello, how are you?",

@@ -6,6 +6,7 @@ import openai
 import pydantic
 import pytest
 
+from engine import wire
 from engine.errors import DuplicateRequest, EngineUnavailable, InvalidRequest, PromptTooLong
 from engine.wire import StoredResponse
 from tests.pure.gateway.test_tools import CALLS
@@ -136,6 +137,21 @@ def test_a_conversation_is_a_chat_to_the_model():
     assert body["chat_template_kwargs"]["tools"][0]["function"]["name"] == "weather"
 
 
+def test_images_are_parts_of_a_chat_and_keep_their_places():
+    image = {"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "low"}
+    conversation = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}, image]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": [image]},
+    ]
+    parts = list(wire.image_parts(sent(input=conversation, instructions="Be short.", tools=[WEATHER])["messages"]))
+    given = {"url": image["image_url"], "detail": "low"}
+    assert [(part["image_url"], part["path"]) for part in parts] == [
+        (given, "[0].content[1].image_url"),
+        (given, "[2].output[0].image_url"),
+    ]
+
+
 def test_fields_reach_the_model_as_those_of_a_chat_do():
     extra = {"top_k": 5, "seed": 3, "request_id": "mine", "stop": ["x"]}
     body = sent(temperature=0, max_output_tokens=7, reasoning={"effort": "none"}, store=False, extra_body=extra)
@@ -177,6 +193,8 @@ def test_the_tokens_of_an_input_can_be_counted():
         ({"input": ""}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input"),
         ({"input": [{"type": ["x"]}]}, "input"),
         ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

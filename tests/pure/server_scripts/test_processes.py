@@ -5,6 +5,7 @@ from dataclasses import replace
 from engine.settings.config import Config
 from server_scripts import processes, triton
 from server_scripts.run_dir import RunDir
+from tests.images import write_vision_model
 
 
 def all_specs(tmp_path, monkeypatch, config):
@@ -73,3 +74,18 @@ def test_each_of_several_engines_has_files_of_its_own_and_knows_which_it_is(tmp_
     assert (first.progress_file.name, second.progress_file.name) == ("engine.progress", "engine-1.progress")
     assert (first.suspect_file.name, second.suspect_file.name) == ("engine.suspect", "engine-1.suspect")
     assert second.max_crashes == first.max_crashes
+
+
+def test_requests_to_a_model_that_reads_images_may_be_larger(tmp_path, monkeypatch):
+    monkeypatch.delenv("MAX_BODY_BYTES", raising=False)
+    (tmp_path / "graph").mkdir()
+    write_vision_model(tmp_path / "graph")
+
+    def limits(**settings):
+        specs = all_specs(tmp_path, monkeypatch, Config(**settings))
+        return {Config.from_env(spec.env).max_body_bytes for spec in specs.values()}
+
+    assert limits() == {32 << 20}
+    assert limits(enable_mm=False) == {4 << 20}
+    monkeypatch.setenv("MAX_BODY_BYTES", "8192")
+    assert limits() == {8192}

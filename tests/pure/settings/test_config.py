@@ -63,6 +63,32 @@ def test_a_variable_sets_its_field(variable, text, field, value):
 
 
 @pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("image=2", 2),
+        ("image=3,video=1", 3),
+        ('{"image": 4, "video": 2}', 4),
+        ('{"image": {"count": 5}}', 5),
+        ("{}", 16),
+    ],
+)
+def test_a_limit_of_images_is_written_in_any_of_the_ways_that_others_have(text, count):
+    assert Config.from_env({"LIMIT_MM_PER_PROMPT": text}).max_images == count
+
+
+@pytest.mark.parametrize(
+    ("text", "pixels"),
+    [
+        ("", (None, None)),
+        ('{"min_pixels": 5, "max_pixels": 7}', (5, 7)),
+        ('{"image_max_pixels": 7, "video_max_pixels": 9, "fps": 2}', (None, 7)),
+    ],
+)
+def test_the_pixels_of_images_have_the_names_of_others_too(text, pixels):
+    assert Config.from_env({"MM_PROCESSOR_KWARGS": text}).image_pixels == pixels
+
+
+@pytest.mark.parametrize(
     ("old", "field"),
     [
         ("HTTP_PORT", "health_http_port"),
@@ -91,6 +117,12 @@ def test_an_old_name_still_works(old, field):
             {"CUDAGRAPH_CAPTURE_SIZES": "1,two"},
             "CUDAGRAPH_CAPTURE_SIZES is '1,two', it must be whole numbers from 1 with commas between them",
         ),
+        ({"LIMIT_MM_PER_PROMPT": "two"}, "LIMIT_MM_PER_PROMPT is 'two', it must be a JSON object or like image=2"),
+        ({"LIMIT_MM_PER_PROMPT": "images=2"}, "LIMIT_MM_PER_PROMPT has 'images', the kinds are image, video, audio"),
+        ({"LIMIT_MM_PER_PROMPT": '{"image": -1}'}, "LIMIT_MM_PER_PROMPT has -1 for image, it must be a whole number"),
+        ({"MM_PROCESSOR_KWARGS": "[]"}, "MM_PROCESSOR_KWARGS is '[]', it must be a JSON object"),
+        ({"MM_PROCESSOR_KWARGS": '{"max_pixels": "x"}'}, "MM_PROCESSOR_KWARGS has 'x' for max_pixels, it must be a"),
+        ({"ALLOWED_MEDIA_DOMAINS": "a.b, http://c"}, "ALLOWED_MEDIA_DOMAINS has 'http://c', it must be names of hosts"),
         ({"NUM_GPU_BLOCKS_OVERRIDE": "1.5"}, "NUM_GPU_BLOCKS_OVERRIDE is '1.5', it must be a whole number"),
         ({"SWAP_SPACE": "-1"}, "SWAP_SPACE is -1, it must be at least 0"),
         (

@@ -197,8 +197,17 @@ def test_messages_get_the_role_of_the_user_where_they_have_none():
         ({"messages": ["hi"]}, "The items in messages must be objects"),
         ({"messages": [{"role": "user"}]}, "The item in messages must include `content`"),
         ({"messages": [{"role": 1, "content": ""}]}, "The `messages[].role` in input parameters must be a string"),
-        ({"messages": [{"content": [{"type": "image"}]}]}, "may hold parts of type `text` only"),
+        ({"messages": [{"content": [{"type": "image"}]}]}, "may hold parts of type `text` and `image_url` only"),
         ({"messages": [{"content": "\udfff"}]}, "must be valid Unicode"),
+        (
+            {"messages": [{"content": "x"}, {"content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]},
+            "The `messages[1].content[0].image_url` must be an image as a URL: data:image/png;base64,... or https://...",
+        ),
+        (
+            {"messages": [{"content": [{"type": "text", "text": ""}, {"type": "video_url", "video_url": "x"}]}]},
+            "The `messages[0].content[1]` is of type video_url, which is not supported",
+        ),
+        ({"mm_processor_kwargs": {"max_pixels": 0}}, "The `mm_processor_kwargs.max_pixels` must be an integer in [1,"),
         ({"min_dec_len": 0}, "The `min_dec_len` must be an integer and greater than 0, it is 0"),
         ({"max_dec_len": 1.5}, "The `max_dec_len` must be an integer and at least 0, it is 1.5"),
         ({"max_tokens": True}, "The `max_tokens` must be an integer and at least 0, it is true"),
@@ -309,3 +318,35 @@ def test_a_request_of_very_many_fields_is_refused_at_once(payload):
 def test_an_unknown_field_that_is_longer_than_any_of_ours_is_not_compared(monkeypatch):
     monkeypatch.setattr(difflib, "get_close_matches", None)
     assert parsed(**{"max_tokens" * 5: 1}) == parsed()
+
+
+def test_images_of_messages_are_apart_from_them():
+    """The messages keep a digest of each image, so that a request can be compared without its images."""
+    urls = ["data:image/png;base64,aGk=", "https://cat.example/b.png"]
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": urls[0]},
+        {"type": "image_url", "image_url": {"url": urls[1], "detail": "low"}, "path": "[7].source"},
+    ]
+    body = {"req_id": "a", "messages": [{"content": "x"}, {"content": parts}]}
+    request = wire.parse_request(body)
+    assert request.images == (
+        wire.ImagePart(urls[0], "[1].content[1].image_url"),
+        wire.ImagePart(urls[1], "[7].source", "low"),
+    )
+    assert not any(url in str(request.messages) for url in urls)
+    assert [part["path"] for part in wire.image_parts(request.messages)] == [each.path for each in request.images]
+    assert (
+        request.messages
+        != wire.parse_request({**body, "messages": [{"content": "x"}, {"content": parts[:2]}]}).messages
+    )
+    again = wire.put_images(request.messages, request.images)
+    assert wire.parse_request({**body, "messages": again}) == request
+    assert wire.has_images(body) and wire.has_images({"tokenize": body}) and not wire.has_images({"messages": "x"})
+
+
+@pytest.mark.parametrize("path", ["{field}", "[0].x{limit}", 5, "x" * 300, "", "[0].a\n"])
+def test_a_path_that_is_none_is_not_shown(path):
+    part = {"type": "image_url", "image_url": "data:,", "path": path}
+    [image] = wire.parse_request({"req_id": "a", "messages": [{"content": [part]}]}).images
+    assert image.path == "[0].content[0].image_url"
