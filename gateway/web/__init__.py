@@ -17,7 +17,7 @@ POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
     "style-src": "'self'",
-    "img-src": "'self'",
+    "img-src": "'self' data:",  # images that the reader attaches to a message
     "connect-src": "'self'",
     "base-uri": "'none'",
     "form-action": "'none'",

@@ -2,6 +2,7 @@
 
 import { chat } from "./api.js";
 import { $, copyButton, el } from "./dom.js";
+import { shownImages, startImages, takeImages } from "./images.js";
 import { render } from "./markdown.js";
 
 const EXAMPLES = ["Who are you?", "What is the capital of France?", "What is 17 plus 25?"];
@@ -22,12 +23,14 @@ export function startChat() {
   $("new").addEventListener("click", begin);
   $("settings").firstElementChild.addEventListener("submit", (event) => { event.preventDefault(); toggleSettings(); });
   $("settings-button").addEventListener("click", toggleSettings);
+  startImages((text) => { $("messages").append(el("p", { className: "error", role: "alert" }, text)); follow(true); });
   begin();
 }
 
 function begin() {
   running?.abort();
   messages = [];
+  takeImages();
   const examples = EXAMPLES.map((text) => {
     const button = el("button", { type: "button", textContent: text });
     button.addEventListener("click", () => { $("prompt").value = text; say(); });
@@ -50,13 +53,16 @@ function fit() {
 }
 
 function say() {
-  const content = $("prompt").value.trim();
-  if (!content || running) return;
+  const text = $("prompt").value.trim();
+  if (running) return;
+  const images = takeImages();
+  if (!text && !images.length) return;
   $("prompt").value = "";
   fit();
   if (!messages.length) $("messages").replaceChildren();
-  messages.push({ role: "user", content });
-  $("messages").append(el("article", { className: "user", ariaLabel: "You" }, content));
+  const parts = [...images.map((url) => ({ type: "image_url", image_url: { url } })), ...(text ? [{ type: "text", text }] : [])];
+  messages.push({ role: "user", content: images.length ? parts : text });
+  $("messages").append(el("article", { className: "user", ariaLabel: "You" }, ...shownImages(images), text));
   answer();
 }
 

@@ -2,6 +2,7 @@
 
 import { $ } from "./dom.js";
 import { startChat } from "./chat.js";
+import { allowImages } from "./images.js";
 import { showStatus, showTrouble } from "./live.js";
 import { call } from "./api.js";
 
@@ -28,6 +29,7 @@ async function poll() {
     const status = await (await call("status")).json();
     head(status.ready ? "ready" : "waiting", status.ready ? "ready" : status.reason, status.model);
     showStatus(status);
+    allowImages(status.input_modalities);
   } catch (error) {
     head("gone", error.message);
     showTrouble(error.message);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from selenium.webdriver.common.keys import Keys
 
@@ -14,6 +15,7 @@ from engine.serving.latency import LatencyStats, RequestRecord
 from engine.serving.rate_limits import RateLimiter
 from engine.wire import ModelState
 from tests.browser import running_browser
+from tests.images import a_data_url, a_file, an_image
 from tests.pure.gateway_fake import WAIT, FakeBackend, running
 from tests.server import running_server
 
@@ -95,6 +97,43 @@ def test_an_answer_is_stopped_by_a_key_and_asked_again_by_a_button(browser):
     turns = [[(each["role"], each["content"]) for each in body["messages"]] for body in backend.bodies]
     assert turns[0] == turns[1] == [("user", "hi")]
     assert turns[2] == [("user", "hi"), ("assistant", "over"), ("user", "two\nlines")]
+
+
+def test_images_are_chosen_pasted_and_dropped_if_the_model_reads_images(browser, tmp_path):
+    file = tmp_path / "image.png"
+    file.write_bytes(a_file(an_image(20, 30)))
+    url = a_data_url(file.read_bytes())
+    # A paste or a drop of a file, as the browser reports it
+    brought = """const data = new DataTransfer();
+        data.items.add(new File([Uint8Array.from(atob("%s"), (each) => each.charCodeAt(0))], "a.png", {type: "%s"}));
+        document.querySelector("%s").dispatchEvent(new %s)"""
+    encoded = url.partition(",")[2]
+    paste = 'ClipboardEvent("paste", {clipboardData: data, bubbles: true, cancelable: true})'
+    drop = 'DragEvent("drop", {dataTransfer: data, bubbles: true, cancelable: true})'
+    backend = FakeBackend("seen", state=msgspec.structs.replace(a_state(), reads_images=True))
+    with running(backend) as gateway:
+        browser.open(gateway.url + "/")
+        browser.until(lambda: browser.one("#attach").is_displayed())
+        browser.one("#file").send_keys(str(file))
+        browser.run(brought % (encoded, "image/png", "#prompt", paste))
+        browser.run(brought % (encoded, "image/png", "#talk", drop))
+        browser.run(brought % (encoded, "text/plain", "#talk", drop))
+        browser.until(lambda: len(browser.find("#attached img")) == 3)
+        assert texts(browser, "#messages .error") == ["a.png is no image"]
+        browser.find("#attached button")[0].click()
+        assert browser.run("return document.querySelector('#attached img').naturalWidth") == 30
+        say(browser, "What is it?")
+        assert len(browser.find("article.user img")) == 2 and browser.find("#attached img") == []
+        browser.one("#new").click()
+        assert browser.complaints() == []
+    [body] = backend.bodies
+    *images, text = body["messages"][0]["content"]
+    assert [part["image_url"]["url"] for part in images] == [url] * 2
+    assert text == {"type": "text", "text": "What is it?"}
+    with running(FakeBackend("x", state=a_state())) as gateway:
+        browser.open(gateway.url + "/")
+        browser.until(lambda: "ready" in browser.one("#state").get_attribute("class"))
+        assert not browser.one("#attach").is_displayed()
 
 
 MARKDOWN = """# Title
