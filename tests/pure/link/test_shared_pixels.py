@@ -52,7 +52,7 @@ def test_a_prompt_that_moves_to_another_journal_takes_its_pixels_along():
 
 
 def test_prompts_with_other_images_have_other_prefixes():
-    """So that a request is placed on the engine that has its images."""
+    """A request is therefore placed on the engine that has its images."""
     answers = [Submission("a", Sampling(5), None)]
     cat, dog, late = (
         prefix_keys(JournalEntry.of([7] * 200, answers, "", ("", 0), [PromptSpan(start, 60, name, b"", (1, 6, 10))]))
