@@ -26,6 +26,7 @@ from engine.link.messages import ModelBounds, most_bytes
 from engine.link.server import Server
 from engine.log import configure
 from engine.settings.config import Config
+from engine.settings.disaggregation import MIXED
 from engine.settings.processes import ENGINE_PROGRESS_FILE, ENGINE_SOCKET
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,10 @@ def main() -> NoReturn:
     server.on_first_tokens = lambda: note_progress(progress_file)
     server.set_starting(LOADING)
     loop, bounds = make_loop(config, server.set_starting)
+    if config.splitwise_role != MIXED:
+        from engine.transfer.start import start_transfer
+
+        start_transfer(loop, config, server.waker())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.close())
     pool = loop.scheduler.pool

@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 from engine.settings.config import Config
+from engine.settings.disaggregation import PREFILL
 
 LISTENING = "0A"  # in /proc/net/tcp
 
@@ -21,6 +22,8 @@ def ports_of(config: Config) -> dict[str, tuple[str, int]]:
         "SERVICE_GRPC_PORT": (host, config.service_grpc_port),
         "METRICS_HTTP_PORT": (host, config.metrics_http_port),
     }
+    if config.splitwise_role == PREFILL:
+        ports["ENGINE_WORKER_QUEUE_PORT"] = (host, config.engine_worker_queue_port)
     if config.mp_nnode > 1:
         ports["INTER_NODE_PORT"] = (config.machines.ips[config.machines.host], config.inter_node_port)
     if config.service_http_port > 0:

@@ -10,7 +10,9 @@ from pathlib import Path
 from engine.images.reader import processor_of
 from engine.settings.config import Config
 from engine.settings.device import may_be_gpu
+from engine.settings.disaggregation import MIXED
 from engine.settings.images import IMAGE_BODY_BYTES
+from engine.settings.keys import replica_token
 from engine.settings.processes import ENGINE_PROGRESS_FILE, ENGINE_SUSPECT_FILE, TRITON_FOLDER, of_engine
 from server_scripts import triton
 from server_scripts.child import ChildSpec, without_secrets
@@ -68,6 +70,8 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
 def engine_spec(config: Config, environ: dict[str, str], index: int) -> ChildSpec:
     """Return the spec of the engine process with this index."""
     name = of_engine(ENGINE, index)
+    if config.splitwise_role != MIXED:  # it must know the other instances, but not the keys
+        environ = {**environ, "PEER_TOKEN": replica_token(config.owners)}
     return ChildSpec(
         name=name,
         command=[sys.executable, "-m", "engine.process"],

@@ -13,12 +13,15 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from engine.errors import ConfigError
 from engine.log import printable
 from engine.settings.config import Config
-from engine.settings.processes import DEFAULT_LOG_DIR, STOPPING_FILE, default_run_path
+from engine.settings.disaggregation import ROLES, fill_in
+from engine.settings.processes import STOPPING_FILE, default_run_path
 from engine.settings.stopping import Stopping
 from server_scripts.completion import add_completion
 from server_scripts.processes import GATEWAY
@@ -41,7 +44,7 @@ def main() -> int:
     add_completion(parser)
     given = parser.parse_args()
     # Only these settings are read, so that a wrong one elsewhere cannot prevent a stop.
-    config = Config(run_dir=os.environ.get("RUN_DIR", ""), log_dir=os.environ.get("FD_LOG_DIR") or DEFAULT_LOG_DIR)
+    config = Config(**folders_of(os.environ))
     try:
         if config.run_path.exists():
             return stop(RunDir(config.run_path), given.seconds)
@@ -53,6 +56,21 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nstop_server: interrupted; a server that was asked to stop continues to stop", file=sys.stderr)
         return 130
+
+
+def folders_of(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return RUN_DIR and FD_LOG_DIR as settings, with their defaults for an instance of this role."""
+    given = {
+        "run_dir": environ.get("RUN_DIR"),
+        "log_dir": environ.get("FD_LOG_DIR"),
+        "splitwise_role": environ.get("SPLITWISE_ROLE"),
+    }
+    values: dict[str, Any] = {name: text for name, text in given.items() if text}
+    if (port := environ.get("SERVICE_HTTP_PORT", "")).isdecimal():
+        values["service_http_port"] = int(port)
+    if values.get("splitwise_role") in ROLES:
+        fill_in(values)
+    return {name: values[name] for name in ("run_dir", "log_dir") if name in values}
 
 
 def _seconds(text: str) -> float:

@@ -29,7 +29,7 @@ OF_PARAMETERS: tuple[tuple[str, Started | str], ...] = (
     ("--max-waiting-time -1", {"QUEUE_TIMEOUT": "0"}),
     ("--max-waiting-time 60", {"QUEUE_TIMEOUT": "60"}),
     ("--max-concurrency 512", {"MAX_CACHED_TASK_NUM": "462"}),
-    ("--engine-worker-queue-port 8002", {"SERVICE_GRPC_PORT": "8002"}),
+    ("--engine-worker-queue-port 8002", {"ENGINE_WORKER_QUEUE_PORT": "8002"}),
     ("--cache-queue-port 8003", {"HEALTH_HTTP_PORT": "8003"}),
     ("--max-model-len 2048", {"MAX_MODEL_LEN": "2048"}),
     ("--tensor-parallel-size 1", {"MP_NUM": "1"}),
@@ -79,9 +79,11 @@ OF_PARAMETERS: tuple[tuple[str, Started | str], ...] = (
     (f"--graph-optimization-config '{DOCUMENTED_SIZES}'", {"CUDAGRAPH_CAPTURE_SIZES": ",".join(map(str, GRAPHS))}),
     ("--enable-custom-all-reduce", {}),
     ("--splitwise-role mixed", {}),
-    ("--splitwise-role prefill", ONE_ROLE),
-    ("--splitwise-role decode", ONE_ROLE),
-    ("--innode-prefill-ports 7013", ONE_ROLE),
+    ("--splitwise-role prefill", {"SPLITWISE_ROLE": "prefill"}),
+    (
+        "--splitwise-role decode --innode-prefill-ports 7013",
+        {"SPLITWISE_ROLE": "decode", "INNODE_PREFILL_PORTS": "7013"},
+    ),
     ("--guided-decoding-backend auto", {}),
     ("--guided-decoding-backend xgrammar", {}),
     ("--guided-decoding-backend off", {}),
@@ -117,9 +119,9 @@ OF_PADDLENLP: tuple[tuple[str, Started | str], ...] = (
 )
 SPLIT = (
     "CUDA_VISIBLE_DEVICES={} INFERENCE_MSG_QUEUE_ID={} FLAGS_max_partition_size=2048 FD_ATTENTION_BACKEND=FLASH_ATTN"
-    " FD_LOG_DIR={} FD_USE_DEEP_GEMM=0 --model ./m --max-model-len 131072 --max-num-seqs 20 --num-gpu-blocks-override"
-    " 40000 --quantization block_wise_fp8 --gpu-memory-utilization 0.9 --kv-cache-ratio 0.9 --port 7012"
-    " --engine-worker-queue-port 7013 --metrics-port 7014 --tensor-parallel-size 4 --cache-queue-port 7015"
+    " FD_LOG_DIR={} FD_USE_DEEP_GEMM=0 --model ./m --max-model-len 131072 --max-num-seqs 20 --quantization"
+    " block_wise_fp8 --gpu-memory-utilization 0.9 --kv-cache-ratio {} --port {} --engine-worker-queue-port {}"
+    " --metrics-port {} --tensor-parallel-size 4 --cache-queue-port {}"
 )
 OF_ERNIE: tuple[tuple[str, Started | str], ...] = (
     (
@@ -138,11 +140,15 @@ OF_ERNIE: tuple[tuple[str, Started | str], ...] = (
     ),
     ("--use-cudagraph --tensor-parallel-size 1", {"USE_CUDAGRAPH": "1"}),
     ("FD_SAMPLING_CLASS=rejection", {}),
-    (SPLIT.format("0,1,2,3", 1315, "prefill_log"), {"SERVICE_GRPC_PORT": "7013", "FD_LOG_DIR": "prefill_log"}),
-    (SPLIT.format("0,1,2,3", 1315, "prefill_log") + " --splitwise-role prefill", ONE_ROLE),
     (
-        SPLIT.format("4,5,6,7", 1215, "decode_log") + " --innode-prefill-ports 7013 --splitwise-role decode",
-        ONE_ROLE,
+        SPLIT.format("0,1,2,3", 1315, "prefill_log", "0.9", 7012, 7013, 7014, 7015)
+        + " --num-gpu-blocks-override 40000 --splitwise-role prefill",
+        {"SPLITWISE_ROLE": "prefill", "ENGINE_WORKER_QUEUE_PORT": "7013", "HEALTH_HTTP_PORT": "7015"},
+    ),
+    (
+        SPLIT.format("4,5,6,7", 1215, "decode_log", "0.1", 9012, 8013, 8014, 8015)
+        + " --innode-prefill-ports 7013 --splitwise-role decode",
+        {"SPLITWISE_ROLE": "decode", "INNODE_PREFILL_PORTS": "7013", "FD_LOG_DIR": "decode_log"},
     ),
 )
 OF_PREFILL_GRAPHS: tuple[tuple[str, Started | str], ...] = (

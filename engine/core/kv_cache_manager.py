@@ -58,7 +58,7 @@ class KVCacheManager:
         keys = [key for keys in prefix.keys for key in keys]
         num_shared = pool.num_held_of(keys)
         if self._limits.block_ratio >= 1:
-            promised = sum(map(self._blocks_to_come, running))
+            promised = self.num_promised(running)
             # Snapshots that others hold spare it no block.
             num_copied = sum(pool.num_held_of(prefix.keys[index]) for index in self._states)
             if self.max_blocks(request) - num_shared + num_copied + promised > pool.num_available:
@@ -88,6 +88,14 @@ class KVCacheManager:
                 self._own_snapshot(request, slot, index, on_device[index])
         self._set_room(request)
         return True
+
+    def num_promised(self, running: Collection[Request]) -> int:
+        """Return how many blocks the running requests may still take."""
+        return sum(map(self._blocks_to_come, running))
+
+    def longest_prefix(self, request: Request) -> tuple[list[bytes], int]:
+        """See `PrefixCache.longest`."""
+        return self._prefix_cache.longest(request)
 
     def _own_snapshot(self, request: Request, slot: int, index: int, on_device: Sequence[bool]) -> None:
         """Give the request a snapshot of its own to continue. Its blocks are followed by those for the copies. A block

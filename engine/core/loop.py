@@ -13,18 +13,20 @@ from engine.core.block_pool import BlockPool
 from engine.core.draft_counts import DraftCounts
 from engine.core.grammar import CompilationQueue, Grammars
 from engine.core.limits import Counters, Limits, PrefillLimits
+from engine.core.prefill_jobs import PrefillJobs
+from engine.core.remote_prefill import PullCounters, RemotePrefill
 from engine.core.scheduler import Scheduler
 from engine.core.types import Executor, Request, Step
 from engine.core.updates import FAILED, Update
 from engine.errors import RequestError, queue_full
 from engine.settings.config import Config
 
-WAIT_S = 0.005  # to wait for grammars while there is nothing to compute; then new requests are read
+WAIT_S = 0.005  # to wait for grammars or blocks while there is nothing to compute; then new requests are read
 STEP_MARGIN = 3.0  # a step of n tokens takes at most this times as long as n steps of one token
 
 
 @dataclass
-class Stats(Counters):
+class Stats(PullCounters, Counters):
     """Counters since the start and the current state, from which the metrics of the server are made."""
 
     num_running: int = 0
@@ -71,6 +73,8 @@ class EngineLoop:
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
         self._grammars = grammars
         self._compiling = CompilationQueue()
+        self.remote: RemotePrefill | None = None  # of a decode instance
+        self.jobs: PrefillJobs | None = None  # of a prefill instance
         self._steps: deque[tuple[Step, int]] = deque()  # launched steps and their numbers of tokens
         self._running = (0, 0.0)  # tokens and start (time.monotonic) of the running step, or of the last one
         self._slowest_token_s = 0.0  # seconds a token of the slowest step so far
@@ -93,7 +97,7 @@ class EngineLoop:
                 raise queue_full(len(self._compiling), self.scheduler.limits.max_waiting)
             self._compiling.add(request, replay, self._grammars.begin(request))
         else:
-            self._beams.add(request, replay)
+            self._enter(request, replay)
 
     def drop(self, request_id: str, is_complete: bool = False) -> None:
         """Drop a request; unknown ids are ignored. `is_complete`: the answer is complete, for example by a stop string,
@@ -125,14 +129,33 @@ class EngineLoop:
         if self._steps and self.executor.runs_ahead and self.scheduler.may_run_ahead():
             self._launch()
         updates = self._collect() if self._steps else []
+        if self.remote:
+            self.remote.poll()
+        if self.jobs:
+            self.jobs.poll()
         if self._grammars and self._grammars.is_busy:
             self._grammars.poll()
         if self._compiling:
             updates += self._take_compiled()
         if not self._steps and not self._launch() and not self.is_idle:
-            assert self._grammars and self._grammars.is_busy, "requests wait, but none can be computed"
-            self._grammars.poll(WAIT_S)
+            self._wait()
         return updates
+
+    def _enter(self, request: Request, replay: bool) -> None:
+        """Add a request to the scheduler, whose prompt another instance may compute."""
+        self._beams.add(request, replay)
+        if self.remote:
+            self.remote.consider(request)
+
+    def _wait(self) -> None:
+        """Wait for what the requests wait for: grammars, or blocks that are pulled or leased."""
+        if self._grammars and self._grammars.is_busy:
+            self._grammars.poll(WAIT_S)
+        elif self.remote and self.remote.num_open:
+            self.remote.wait(WAIT_S)
+        else:
+            assert self.jobs and self.jobs.num_open, "requests wait, but none can be computed"
+            time.sleep(WAIT_S)
 
     def _adapters_in_use(self) -> set[str]:
         """Return the ids of adapters that requests need. Forks have the same adapter as their request."""
@@ -154,7 +177,7 @@ class EngineLoop:
             wanted = compiled.wanted
             try:
                 compiled.enter()
-                self._beams.add(compiled.request, compiled.is_replay)
+                self._enter(compiled.request, compiled.is_replay)
                 for request_id in compiled.dropped:
                     self._beams.drop(request_id)
             except RequestError as error:
@@ -168,6 +191,7 @@ class EngineLoop:
         scheduler, (num_tokens, began) = self.scheduler, self._running
         stats = Stats(
             **asdict(scheduler.counters),
+            **asdict(self.remote.counters if self.remote else PullCounters()),
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting) + len(self._compiling),
             num_waiting_tokens=scheduler.waiting.num_tokens,
@@ -211,12 +235,15 @@ class EngineLoop:
         self._slowest_token_s = max(self._slowest_token_s, duration_s / num_tokens)
         self._num_steps += 1
         updates = self._beams.advance(self.scheduler.apply(output))
+        if self.jobs:
+            updates = self.jobs.take(updates)
         self._num_generated_tokens += sum([len(update.token_ids) for update in updates])
         self._check_when_idle()
         return updates
 
     def _check_when_idle(self) -> None:
-        if self.is_idle:
+        num_holders = (self.remote.num_open if self.remote else 0) + (self.jobs.num_open if self.jobs else 0)
+        if self.is_idle and not num_holders:  # which hold blocks without a request
             self.scheduler.check()
 
 

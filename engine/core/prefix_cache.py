@@ -51,6 +51,13 @@ class PrefixCache:
                     count = self._longest(index, hashes, count)
         return Prefix(count, [self._keys(index, hashes[:count]) for index in range(len(groups))], num_paged)
 
+    def longest(self, request: Request) -> tuple[list[bytes], int]:
+        """Return the keys of all blocks that the longest possible prefix of `request` needs, and the number of blocks
+        of the longest prefix that can be found."""
+        hashes = self.hashes(request, request.max_cached_tokens // self._pool.block_size)
+        keys = [key for index in range(len(self._groups)) for key in self._keys(index, hashes)]
+        return keys, self.find(request).num_blocks
+
     def publish(self, request: Request, start: int, end: int) -> None:
         """Make the full blocks `start` to `end` of `request` findable in all groups that have them."""
         hashes = self.hashes(request, end)

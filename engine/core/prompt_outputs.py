@@ -39,8 +39,8 @@ def collect(request: Request, row: Row, outputs: PromptOutputs) -> bool:
 def take(request: Request) -> PromptOutputs:
     """Return all outputs of the prompt for the first update of `request`, and note that they are sent."""
     request.prompt_outputs_sent = True
-    # A preempted request finds its own blocks in the prefix cache, which do not count.
-    num_cached = 0 if request.num_preemptions else request.num_cached
+    # A preempted request finds its own blocks in the prefix cache, which do not count, and neither do pulled ones.
+    num_cached = 0 if request.num_preemptions else max(0, request.num_cached - request.num_pulled)
     return PromptOutputs(request.prompt_logprobs, request.pooled, num_cached, request.began_at)
 
 

@@ -119,7 +119,7 @@ class RunningQueue:
             num_computed = request.prompt_len  # forks do not compute the prompt
         if request.num_preemptions == 0:  # a preempted request finds its own blocks, which do not count as cached
             self._counters.num_prompt_tokens += len(request.token_ids)
-            self._counters.num_cached_tokens += request.num_cached
+            self._counters.num_cached_tokens += max(0, request.num_cached - request.num_pulled)
             self._counters.num_tokens_without_state += max(request.branch_point - request.num_cached, 0)
 
     def reset_slot(self, request: Request) -> None:

@@ -68,6 +68,14 @@ class Scheduler:
         check_spans(request.spans, request.prompt_len)
         self._queue.add(request, replay)
 
+    def longest_prefix(self, request: Request) -> tuple[list[bytes], int]:
+        """See `PrefixCache.longest`."""
+        return self._cache.longest_prefix(request)
+
+    def num_promised_blocks(self) -> int:
+        """Return how many blocks the running requests may still take."""
+        return self._cache.num_promised(self.running.values())
+
     def drop(self, request_id: str) -> Request | None:
         """Drop a request and return it; its blocks are freed when no step writes them any more. Return None if it has
         ended or is unknown."""

@@ -39,10 +39,11 @@ class WaitingQueue:
         return (request for *_, request in self._order)
 
     def first(self, count: int, max_tokens: int | None = None) -> list[Request]:
-        """Return the first `count` requests, of those with at most `max_tokens` tokens if that is given."""
-        if max_tokens is None:
-            return [request for *_, request in self._order[:count]]
-        return list(islice((request for request in self if len(request.token_ids) <= max_tokens), count))
+        """Return the first `count` requests that await no blocks, of those with at most `max_tokens` tokens if that is
+        given."""
+        limit = inf if max_tokens is None else max_tokens
+        may_start = (each for *_, each in self._order if not each.awaits_blocks and len(each.token_ids) <= limit)
+        return list(islice(may_start, count))
 
     def get(self, request_id: str) -> Request | None:
         """Return the request, or None if it does not wait."""

@@ -116,13 +116,14 @@ def make_host(
     is_gpu = config.device == GPU
     shared_memory_fd = os.memfd_create("llm_group") if is_gpu else group.create_shared_memory(config.mp_num, num_hosts)
     memberships = [group.Membership(rank, config.mp_num, shared_memory_fd, num_hosts) for rank in others]
-    connections = start_ranks(graph_dir, config, memberships, ends_process=owns_process or is_gpu)
+    started = start_ranks(graph_dir, config, memberships, ends_process=owns_process or is_gpu)
+    connections, of_blocks = [each for each, _ in started], [each for _, each in started]
     mine = group.Membership(first_rank, config.mp_num, shared_memory_fd, num_hosts, tuple(peers))
     try:
         first = make_rank(graph_dir, config, mine, tell)
         wait_until_ready(connections)
     except BaseException:
-        for connection in connections:
+        for connection in (*connections, *of_blocks):
             connection.close()
         if not is_gpu:
             group.leave()
@@ -130,7 +131,7 @@ def make_host(
     finally:
         if not is_gpu:
             os.close(shared_memory_fd)
-    return RanksExecutor(first, connections) if connections else first
+    return RanksExecutor(first, connections, of_blocks) if connections else first
 
 
 def make_rank(

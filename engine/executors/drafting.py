@@ -18,6 +18,7 @@ from engine.core.types import PENDING, Batch, Executor, Row, Step, StepOutput
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot, Drafts
 from engine.executors.lookup_drafts import LookupDrafts
+from engine.executors.rank_blocks import BlockAccess
 from engine.executors.step import Mask, StepInThread
 from engine.settings.config import Config
 
@@ -150,6 +151,11 @@ class DraftingExecutor:
         step = DraftingStep()
         step.output = self._thread.submit(self._run, batch, step)
         return step
+
+    def blocks(self) -> BlockAccess:
+        """Return the access to the blocks. Those of a draft model are not part of it."""
+        access: BlockAccess = self._executor.blocks()  # type: ignore[attr-defined]
+        return access
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

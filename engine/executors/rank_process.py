@@ -1,4 +1,5 @@
-"""Process of a rank that is not the first of its host. The first rank starts it as `... rank_process CONNECTION_FD`."""
+"""Process of a rank that is not the first of its host. The first rank starts it with the file descriptors of two
+connections, for calls and for blocks."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ import logging
 import os
 import sys
 from multiprocessing.connection import Connection
+from typing import cast
 
 from engine.errors import SetupError
 from engine.executors import make_rank
+from engine.executors.rank_blocks import BlockAccess, serve_blocks
 from engine.executors.ranks import die_with_parent, end_with, pack, serve
 from engine.log import configure
+from engine.settings.device import GPU
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +30,8 @@ def main() -> int:
         first.send_bytes(pack("failed", f"rank {membership.rank}: {error}"))
         return 0
     end_with(first)
+    if config.device != GPU:
+        serve_blocks(Connection(int(sys.argv[2])), cast(BlockAccess, executor))
     try:
         serve(first, executor)
     except Exception as error:

@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 
 from engine.core.spans import PromptSpan
 from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, Row, Sampling, Step, StepOutput, Swaps
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
+from engine.executors.rank_blocks import BlockAccess, BlocksOfRanks
 from engine.executors.step import Mask
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -53,14 +54,14 @@ class RanksExecutor:
     """Executor that sends every call to all ranks. `first` is this process's own rank; `others` are connections to the
     others. All of them have joined the group."""
 
-    def __init__(self, first: Executor, others: Sequence[Connection]):
+    def __init__(self, first: Executor, others: Sequence[Connection], of_blocks: Sequence[Connection] = ()):
         self.block_size, self.block_bytes = first.block_size, first.block_bytes
         self.runs_ahead, self.max_prompt_logits = first.runs_ahead, first.max_prompt_logits
         self.takes_spans, self.max_drafts = first.takes_spans, first.max_drafts
         self.cache_groups = first.cache_groups
         self.thread = getattr(first, "thread", None)  # in which `compute` may be called; None: in none
         self._first = first
-        self._others = others
+        self._others, self._of_blocks = others, of_blocks
         self._has_failed = False
 
     def free_bytes(self) -> int:
@@ -101,8 +102,12 @@ class RanksExecutor:
         self._tell(pack(LAUNCH, *batch))
         return self._first.compute(batch, wait_for_mask)  # type: ignore[attr-defined]
 
+    def blocks(self) -> BlocksOfRanks:
+        """Return the access to the blocks of all ranks."""
+        return BlocksOfRanks(cast(BlockAccess, self._first), self._of_blocks)
+
     def close(self) -> None:
-        for other in self._others:
+        for other in (*self._others, *self._of_blocks):
             other.close()
         if not self._has_failed:  # otherwise closing it would wait for the other ranks
             self._first.close()
@@ -190,20 +195,22 @@ def refuse_second_group(config: Config) -> None:
 
 def start_ranks(
     graph_dir: Path, config: Config, memberships: Sequence[Membership], ends_process: bool
-) -> list[Connection]:
-    """Start one process for each membership, which load in parallel, and return connections to them.
+) -> list[tuple[Connection, Connection]]:
+    """Start one process for each membership, which load in parallel, and return two connections to each, the second
+    one for its blocks.
 
     Call this from the main thread: the processes die with the thread that started them.
     """
     connections = []
     for membership in memberships:
-        ours, theirs = Pipe()
-        command = [sys.executable, "-m", "engine.executors.rank_process", str(theirs.fileno())]
-        fds = (theirs.fileno(), membership.shared_memory_fd)
+        (ours, theirs), (blocks, their_blocks) = Pipe(), Pipe()
+        fds = (theirs.fileno(), their_blocks.fileno(), membership.shared_memory_fd)
+        command = [sys.executable, "-m", "engine.executors.rank_process", *map(str, fds[:2])]
         process = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdin=subprocess.DEVNULL)
         theirs.close()
+        their_blocks.close()
         ours.send((graph_dir.absolute(), config, membership))
-        connections.append(ours)
+        connections.append((ours, blocks))
         _open.append(ours)
         name = f"rank {membership.rank}"
         shared_memory_fd = None if ends_process else os.dup(membership.shared_memory_fd)

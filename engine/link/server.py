@@ -8,11 +8,14 @@ predecessor are dropped after `SUCCEEDED_TIMEOUT_S`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import zmq
@@ -57,6 +60,7 @@ class Server:
         self._socket.maxmsgsize = max_message_bytes
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._wake_fd: int | None = None
         self._lock = threading.Lock()  # of the socket and of what was read from it
         self._is_over = threading.Event()
         self._pulse = threading.Thread(target=self._listen_in_steps, name="pulse", daemon=True)
@@ -100,6 +104,12 @@ class Server:
             for request_id in self.loop.take_long_compilations():
                 self._send(self._client_of[request_id], messages.COMPILING, request_id)
 
+    def waker(self) -> Callable[[], None]:
+        """Return a function that lets the loop make a step even if there is no message. It may be called in any
+        thread."""
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return partial(os.eventfd_write, self._wake_fd, 1)
+
     def close(self) -> None:
         """End `run` after the current step. May be called from a signal handler."""
         self._closing = True
@@ -111,6 +121,11 @@ class Server:
 
     def _read(self, wait: bool) -> None:
         """Read messages: answer pings at once and queue the others for the loop."""
+        if wait and self._wake_fd is not None:
+            zmq.select([self._socket, self._wake_fd], [], [], IDLE_WAIT_MS / 1000)
+            with contextlib.suppress(BlockingIOError):  # it was not woken
+                os.eventfd_read(self._wake_fd)
+            wait = False
         if not self._socket.poll(IDLE_WAIT_MS if wait else 0):
             return
         while True:

@@ -58,6 +58,14 @@ ENGINE_FAMILIES = (
     ),
     ("llm_preemptions_total", COUNTER, "Requests that gave up their blocks", "num_preemptions"),
     ("llm_wasted_tokens_total", COUNTER, "Tokens computed for cancelled requests", "num_wasted_tokens"),
+    ("llm_remote_prefills_total", COUNTER, "Prompts that prefill instances were asked for", "num_remote_prefills"),
+    (
+        "llm_remote_prefill_failures_total",
+        COUNTER,
+        "Of these, prompts that were computed here, at least in part",
+        "num_remote_prefill_failures",
+    ),
+    ("llm_pulled_blocks_total", COUNTER, "Blocks that prefill instances have sent", "num_pulled_blocks"),
     ("llm_drafted_tokens_total", COUNTER, "Tokens tried ahead of the model", "num_drafted_tokens"),
     ("llm_accepted_tokens_total", COUNTER, "Of these, the model's own", "num_accepted_tokens"),
 )

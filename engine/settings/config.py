@@ -13,6 +13,7 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.settings.answers import Answers
 from engine.settings.capacity import Capacity
+from engine.settings.disaggregation import PREFILL, Disaggregation, fill_in
 from engine.settings.grammars import GrammarSettings
 from engine.settings.images import ImageSettings
 from engine.settings.loras import LoraSettings
@@ -27,13 +28,22 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 @dataclass(frozen=True)
 class Config(
-    Processes, GrammarSettings, ImageSettings, Answers, Capacity, LoraSettings, ReplicaSettings, Ports
+    Processes,
+    GrammarSettings,
+    ImageSettings,
+    Answers,
+    Capacity,
+    LoraSettings,
+    Disaggregation,
+    ReplicaSettings,
+    Ports,
 ):  # dataclass takes the fields of the last one first
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
         """Read the settings from environment variables. Raises ConfigError, with one line for each wrong variable that
         gives its value and the expected ones."""
-        values, problems = {}, []
+        values: dict[str, Any] = {}
+        problems = []
         for f in fields(cls):
             try:
                 name, text = given(f.metadata["setting"], environ)
@@ -41,6 +51,10 @@ class Config(
                     values[f.name] = parse(name, text, str(f.type), f.metadata["setting"])
             except ConfigError as error:
                 problems.append(str(error))
+        try:
+            fill_in(values)
+        except ConfigError as error:
+            problems.append(str(error))
         config = cls(**values)
         config._check(problems)
         return config
@@ -72,6 +86,7 @@ class Config(
             self.check_engines,
             self.check_loras,
             self.check_replicas,
+            self.check_disaggregation,
             self.check_socket_paths,
             self.check_key,
             self.check_origin,
@@ -93,9 +108,12 @@ class Config(
 
     def _check_ports(self) -> None:
         ports: dict[int, str] = {}
+        unused = {"inter_node_port"} if self.mp_nnode == 1 else set()
+        if self.splitwise_role != PREFILL:
+            unused.add("engine_worker_queue_port")
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name.endswith("_port") and value > 0 and (f.name != "inter_node_port" or self.mp_nnode > 1):
+            if f.name.endswith("_port") and value > 0 and f.name not in unused:
                 env = f.metadata["setting"].env
                 if value in ports:
                     raise ConfigError(f"{env} is {value}, which {ports[value]} has already; every port needs its own")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from engine.errors import ConfigError
@@ -50,6 +52,11 @@ def read_keys(path: str) -> dict[str, Owner]:
             raise ConfigError(f"API_KEYS: the key of {name} is that of {owners[key].name}, too")
         owners[key] = Owner(name, **{limit: _limit(name, limit, value) for limit, value in fields.items()})
     return owners
+
+
+def replica_token(keys: Iterable[str]) -> str:
+    """Return the text by which servers recognize each other: a hash of all API keys, which all of them have."""
+    return blake2b("\n".join(sorted(keys)).encode(), person=b"replica", digest_size=32).hexdigest()
 
 
 def is_key(text: str) -> bool:

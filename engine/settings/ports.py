@@ -15,6 +15,7 @@ class Ports:
         "HEALTH_HTTP_PORT",
         "health over HTTP: `/v2/health/live`, `/v2/health/ready`, `/v2/health/started`",
         "HTTP_PORT",
+        "CACHE_QUEUE_PORT",
     )
     service_grpc_port: int = port(8811, "SERVICE_GRPC_PORT", "requests over Triton's gRPC", "GRPC_PORT")
     metrics_http_port: int = port(8722, "METRICS_HTTP_PORT", "Triton's Prometheus metrics, `/metrics`", "METRICS_PORT")

@@ -23,17 +23,20 @@ class ReplicaSettings:
     @property
     def replica_addresses(self) -> list[tuple[str, int]]:
         """Return host and port of each item of REPLICAS. Raises ConfigError."""
-        found = []
-        for text in filter(None, (part.strip() for part in self.replicas.split(","))):
-            match = ADDRESS.fullmatch(text)
-            if not match or not 0 < int(match["port"]) < 1 << 16:
-                raise ConfigError(
-                    f"REPLICAS has {text!r}, it must be host:port, with the SERVICE_GRPC_PORT of the server"
-                )
-            found.append((match["ipv6"] or match["host"], int(match["port"])))
-        return found
+        return addresses_of("REPLICAS", self.replicas, "the SERVICE_GRPC_PORT")
 
     def check_replicas(self) -> None:
         workers = getattr(self, "push_mode_http_workers", 1)
         if self.replica_addresses and workers > 1:
             raise ConfigError(f"PUSH_MODE_HTTP_WORKERS is {workers}, it must be 1 with REPLICAS; start more servers")
+
+
+def addresses_of(name: str, value: str, port: str) -> list[tuple[str, int]]:
+    """Return host and port of each item of a setting. `port` says which one it must be. Raises ConfigError."""
+    found = []
+    for text in filter(None, (part.strip() for part in value.split(","))):
+        match = ADDRESS.fullmatch(text)
+        if not match or not 0 < int(match["port"]) < 1 << 16:
+            raise ConfigError(f"{name} has {text!r}, it must be host:port, with {port} of the server")
+        found.append((match["ipv6"] or match["host"], int(match["port"])))
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,6 @@ TOKEN = "x-replica-token"
 FOR_TRITON = ("grpc.default_authority",)  # options that are only for the socket of tritonserver
 # Statuses with which another replica ends calls without the model: it is stopping or has other settings.
 LOST = (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
-
-
-def replica_token(config: Config) -> str:
-    """Return the text by which replicas recognize each other: a hash of all API keys, which all replicas have."""
-    return blake2b("\n".join(sorted(config.owners)).encode(), person=b"replica", digest_size=32).hexdigest()
 
 
 def replica_credentials(config: Config) -> grpc.ChannelCredentials | None:

@@ -15,9 +15,10 @@ import grpc
 from engine.address import in_url
 from engine.placement import KnownPrefixes
 from engine.settings.config import Config
+from engine.settings.keys import replica_token
 from gateway.backend import Backend
 from gateway.health import ANSWER_WITHIN_S, CachedHealthCheck, readiness
-from gateway.replicas.connections import ReplicaConnections, replica_credentials, replica_token
+from gateway.replicas.connections import ReplicaConnections, replica_credentials
 from gateway.replicas.placement import PromptKeys, choose
 from gateway.replicas.replica import Replica
 from gateway.replicas.served import Poll, ServedRequests, Summary, read_summary, write
@@ -97,7 +98,7 @@ class ReplicaSet:
         self.local.identity, self.local.known = self.served.identity, self.served.known
         self._local_ready: CachedHealthCheck = readiness(local, ANSWER_WITHIN_S)
         self._addresses = config.replica_addresses
-        self.token = replica_token(config)
+        self.token = replica_token(config.owners)
         self._new_replica: Callable[[Address, str], RemoteReplica] = partial(
             RemoteReplica, token=self.token, credentials=replica_credentials(config)
         )

@@ -16,6 +16,7 @@ from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.cpus import num_cpus
 from engine.executors.memory import free_memory_bytes
 from engine.executors.prompt_outputs import max_prompt_logits
+from engine.executors.rank_blocks import BlockAccess
 from engine.executors.slots import Slots
 from engine.executors.spans import SlotSpans
 from engine.executors.step import Mask, StepInThread
@@ -65,6 +66,7 @@ class CpuExecutor:
         self.states: np.ndarray | None = None  # f32 [tokens, H] of the last step, until the next, if the graph has them
         self._slots.spans = SlotSpans.of(loaded, config.batch_size)
         self.takes_spans = self._slots.spans is not None
+        self.num_steps = 0  # that have ended
         self.thread = ThreadPoolExecutor(1, "step")  # speculative decoding drafts in it, too
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 
@@ -92,6 +94,20 @@ class CpuExecutor:
     def drop_adapter(self, adapter_id: str) -> None:
         self.thread.submit(self._adapters.loaded.pop, adapter_id, None)  # after the steps that were launched
 
+    def blocks(self) -> BlockAccess:
+        """Return the access to the blocks."""
+        return self
+
+    def read_block(self, block: int) -> bytes:
+        return b"".join([cache[block].tobytes() for cache in self._caches.values()])
+
+    def write_block(self, block: int, content: bytes) -> None:
+        start = 0
+        for cache in self._caches.values():
+            target = cache[block].reshape(-1).view(np.uint8)
+            target[:] = np.frombuffer(content, np.uint8, target.size, start)
+            start += target.size
+
     def launch(self, batch: Batch) -> StepInThread:
         return StepInThread(self.thread, batch, self.compute)
 
@@ -103,6 +119,12 @@ class CpuExecutor:
 
     def compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
         """Compute a step. Must be called in `thread`. `wait_for_mask` is called if the batch has one."""
+        try:
+            return self._compute(batch, wait_for_mask)
+        finally:
+            self.num_steps += 1
+
+    def _compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
         self._slots.place(batch)
         for copy in batch.copies:
             self._copy(copy)

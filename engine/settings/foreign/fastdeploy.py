@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.settings.foreign import readers
 from engine.settings.foreign.row import FASTDEPLOY, OptionRow, ignored, refused, sets
 
-DISAGGREGATION = "prefill and decode run in the same server, interleaved in every step; leave the option out"
+ROUTER = "clients call a decode instance, which knows the prefill instances; a scheduler instance has REPLICAS"
 ONE_POOL = "all blocks are one pool, whose blocks are taken one by one as a request grows"
 PORT = "the engine needs no port; servers that differ in this one differ in one"
 IMAGE_OUTPUT = "answers are text"
@@ -44,7 +44,12 @@ NOT_SUPPORTED = {
 
 ROWS: tuple[OptionRow, ...] = (
     sets("--metrics-port", "METRICS_HTTP_PORT", FASTDEPLOY),
-    sets("--engine-worker-queue-port", "SERVICE_GRPC_PORT", FASTDEPLOY, remark=f"{PORT}, which gRPC takes"),
+    sets(
+        "--engine-worker-queue-port",
+        "ENGINE_WORKER_QUEUE_PORT",
+        FASTDEPLOY,
+        remark=f"of a prefill instance; otherwise {PORT}, which gRPC takes",
+    ),
     sets("--cache-queue-port", "HEALTH_HTTP_PORT", FASTDEPLOY, remark=f"{PORT}, which the health endpoints take"),
     sets("--kv-cache-ratio", "BLOCK_RATIO", FASTDEPLOY),
     sets("--workers", "PUSH_MODE_HTTP_WORKERS", FASTDEPLOY),
@@ -88,13 +93,8 @@ ROWS: tuple[OptionRow, ...] = (
         is_flag=True,
     ),
     ignored("--load-choices", "a checkpoint is exported once, whatever it was written by", FASTDEPLOY),
-    refused(
-        "--splitwise-role",
-        "prefill and decode run in the same server, interleaved in every step; the role is mixed",
-        FASTDEPLOY,
-        harmless=("mixed",),
-    ),
-    refused("--innode-prefill-ports", DISAGGREGATION, FASTDEPLOY),
+    sets("--splitwise-role", "SPLITWISE_ROLE", FASTDEPLOY),
+    sets("--innode-prefill-ports", "INNODE_PREFILL_PORTS", FASTDEPLOY),
     refused(
         "--dynamic-load-weight",
         "`start_server --reload MODEL` replaces the model of the running server",
@@ -103,7 +103,7 @@ ROWS: tuple[OptionRow, ...] = (
     ),
     sets("--enable-mm", "ENABLE_MM", FASTDEPLOY, remark="on by default"),
     refused("--scheduler-name", LOCAL, FASTDEPLOY, harmless=("local",)),
-    refused("--router", DISAGGREGATION, FASTDEPLOY),
+    refused("--router", ROUTER, FASTDEPLOY),
     refused("--load-strategy", RELOAD, FASTDEPLOY, harmless=("normal",)),
     refused("--model-config-name", "the file is config.json", FASTDEPLOY, harmless=("config.json",)),
     refused("--enable-mm-output", IMAGE_OUTPUT, FASTDEPLOY, is_flag=True),

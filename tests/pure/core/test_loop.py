@@ -98,6 +98,9 @@ def test_the_counters_tell_what_was_done():
         "num_dropped": 0,
         "num_waiting_tokens": 0,
         "num_wasted_tokens": 0,
+        "num_remote_prefills": 0,
+        "num_remote_prefill_failures": 0,
+        "num_pulled_blocks": 0,
         "step_age_s": 0.0,
     }
 

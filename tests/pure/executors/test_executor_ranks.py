@@ -1,6 +1,8 @@
 """Several ranks as one executor: which models are refused, and what the first rank tells the others."""
 
 import shutil
+from concurrent.futures import TimeoutError
+from multiprocessing.connection import Pipe
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +11,11 @@ from engine.core.spans import PromptSpan
 from engine.core.types import Arrival, Batch, Copy, Row, Sampling, Swaps
 from engine.errors import ConfigError
 from engine.executors import make_executor
+from engine.executors.rank_blocks import BlocksOfRanks, serve_blocks
 from engine.executors.ranks import ALLOCATE, LAUNCH, READY, pack, serve, unpack, unpack_batch
 from engine.models.keys import ModelError
 from engine.settings.config import Config
+from tests.patience import PATIENCE_S, in_background
 from tests.pure.executors.test_batch_invariance import BLOCK_SIZE
 
 
@@ -72,3 +76,30 @@ def test_a_rank_runs_as_far_ahead_as_the_first(runs_ahead, expected):
     serve(SimpleNamespace(send_bytes=done.append, recv_bytes=recv_bytes), executor)
     assert done.pop(0) == pack(READY)
     assert ", ".join(done) == expected
+
+
+class RankWithBlocks:
+    """Rank whose blocks are bytes by number."""
+
+    def __init__(self, num_steps):
+        self.num_steps, self.written = num_steps, {}
+
+    def read_block(self, block):
+        return self.written[block]
+
+    def write_block(self, block, content):
+        self.written[block] = content
+
+
+def test_blocks_of_all_ranks_are_written_and_are_read_when_their_step_has_ended_everywhere():
+    (ours, theirs), first, other = Pipe(), RankWithBlocks(num_steps=1), RankWithBlocks(num_steps=0)
+    serve_blocks(theirs, other)
+    access = BlocksOfRanks(first, [ours])
+    access.write_block(3, b"abcd")
+    assert (first.written, other.written) == ({3: b"ab"}, {3: b"cd"})
+    reading = in_background(access.read_block, 3)
+    with pytest.raises(TimeoutError):
+        reading.result(0.05)
+    other.written[3], other.num_steps = b"CD", 1
+    assert reading.result(PATIENCE_S) == b"abCD"
+    ours.close()

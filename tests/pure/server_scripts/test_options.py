@@ -75,7 +75,6 @@ def test_a_refused_option_is_answered_with_what_is_there_instead(capsys):
             assert f"{name} is not supported: {row.instead}\n" in answer(capsys, name, "4096")
     assert "--max-cpu-loras is not supported: --max-loras" in answer(capsys, "--max_cpu_loras=4096", "org/model")
     assert "--quantization smoothquant is not supported: a8w8" in answer(capsys, "--quantization", "smoothquant")
-    assert "--splitwise-role prefill is not supported" in answer(capsys, "--splitwise_role=prefill")
     assert "--no-enable-chunked-prefill is not" in answer(capsys, "--enable-chunked-prefill", "0", "org/model")
 
 
@@ -86,8 +85,6 @@ def test_an_option_without_effect_is_accepted_with_a_note():
     assert [note.partition(":")[0] for note in rest.notes] == [
         f"{name} has no effect" for name in ("--enable-chunked-prefill", "--load-choices", "--static-decode-blocks")
     ]
-    [note] = parsed("--splitwise-role", "mixed")[1].notes
-    assert note == "--splitwise-role mixed has no effect: mixed is how it works here"
 
 
 @pytest.mark.parametrize(

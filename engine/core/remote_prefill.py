@@ -1,0 +1,168 @@
+"""Decode side of disaggregation: requests whose prompts a prefill instance computes wait until their blocks have been
+pulled. Independent of the network.
+
+Pulled blocks are published in the prefix cache under their block hashes, then the request is admitted like any other
+and finds them as a cached prefix. A block that does not arrive, for whatever reason, is therefore simply computed, and
+every cache group is served by the same code.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Protocol
+
+from engine.core.scheduler import Scheduler
+from engine.core.types import Request
+
+STALL_S = 10.0  # a request is computed here after this time without a new block
+
+
+@dataclass(eq=False)
+class Pull:
+    """Blocks of one prompt that are being pulled. The network thread writes block `i` of `block_ids` while `is_open`,
+    which `lock` protects, and then appends `i` to `arrived`."""
+
+    request: Request
+    keys: Sequence[bytes]  # of the blocks
+    block_ids: Sequence[int]  # reserved for them
+    found_ids: Sequence[int]  # blocks of the prefix that were cached before, which are held meanwhile
+    num_cached: int  # leading blocks that were cached before
+    progress_at: float = field(default_factory=time.monotonic)
+    lock: Lock = field(default_factory=Lock)
+    is_open: bool = True
+    arrived: deque[int] = field(default_factory=deque)
+    has_ended: bool = False  # no more blocks will arrive
+
+
+class BlockSource(Protocol):
+    """The prefill instances from which blocks are pulled."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether an instance is connected."""
+        ...
+
+    def begin(self, pull: Pull) -> bool:
+        """Let an instance compute the prompt and send its blocks. Return False if none is connected."""
+        ...
+
+    def end(self, pull: Pull) -> None:
+        """Tell the instance that no more blocks are wanted."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something has arrived or has ended."""
+        ...
+
+
+@dataclass
+class PullCounters:
+    """Counters since the start."""
+
+    num_remote_prefills: int = 0  # prompts that prefill instances were asked to compute
+    num_remote_prefill_failures: int = 0  # of these, prompts of which some blocks did not arrive
+    num_pulled_blocks: int = 0
+
+
+class RemotePrefill:
+    """Requests that await blocks. They stay in the waiting queue of `scheduler`, which does not admit them meanwhile.
+
+    `min_tokens`: prompts with fewer tokens to compute are computed here.
+    """
+
+    def __init__(self, scheduler: Scheduler, source: BlockSource, min_tokens: int):
+        self._scheduler, self._source, self._min_tokens = scheduler, source, min_tokens
+        self._pulls: dict[Request, Pull] = {}
+        self._waits_since: dict[Request, float] = {}  # requests that have no blocks for a pull yet
+        self.counters = PullCounters()
+
+    @property
+    def num_open(self) -> int:
+        """Return the number of requests that await blocks."""
+        return len(self._pulls) + len(self._waits_since)
+
+    def consider(self, request: Request) -> None:
+        """Let a request that was just added to the scheduler await blocks, unless it has to be computed here: its
+        prompt is short, it depends on more than token ids, or no instance is connected."""
+        needs_more = request.spans or request.sampling.adapter or request.wants_token_outputs
+        if len(request.token_ids) >= self._min_tokens and not needs_more and self._source.is_ready:
+            request.awaits_blocks = True
+            self._waits_since[request] = time.monotonic()
+
+    def poll(self) -> None:
+        """Publish the blocks that have arrived, and begin and end pulls. Called between two steps."""
+        now = time.monotonic()
+        for pull in list(self._pulls.values()):
+            self._advance(pull, now)
+        for request in list(self._waits_since):
+            if len(self._pulls) >= self._scheduler.limits.max_batch or not self._begin(request, now):
+                break
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `poll` has something to do."""
+        self._source.wait(timeout_s)
+
+    def _begin(self, request: Request, now: float) -> bool:
+        """Begin to pull the blocks of a request, or let it be computed here. Return False if it has to wait."""
+        if not self._waits(request) or not self._source.is_ready or now - self._waits_since[request] > STALL_S:
+            self._admit(request)
+            return True
+        pool = self._scheduler.pool
+        keys, num_cached = self._scheduler.longest_prefix(request)
+        missing, found = [key for key in keys if key not in pool], [key for key in keys if pool.is_on_device(key)]
+        if not missing or len(request.token_ids) - num_cached * pool.block_size < self._min_tokens:
+            self._admit(request)
+            return True
+        held = self._reserve(len(missing), found)
+        if held is None:
+            if not self._scheduler.running and not self._pulls:  # it will never be possible
+                self._admit(request)
+            return False
+        pull = Pull(request, missing, held[len(found) :], held[: len(found)], num_cached)
+        del self._waits_since[request]
+        self._pulls[request] = pull
+        self.counters.num_remote_prefills += 1
+        pull.has_ended = not self._source.begin(pull)
+        return True
+
+    def _reserve(self, count: int, found: Sequence[bytes]) -> list[int] | None:
+        """Return the blocks of `found` and `count` others, or None if running requests need them."""
+        pool, ratio, running = self._scheduler.pool, self._scheduler.limits.block_ratio, self._scheduler.running
+        num_available = pool.num_available
+        if ratio >= 1:
+            num_available -= self._scheduler.num_promised_blocks()
+        elif running or self._pulls:
+            num_available = min(num_available, int(ratio * pool.num_blocks) - pool.num_held)
+        needed = count + len(found) - pool.num_held_of(found)
+        return pool.take(count, found) if needed <= num_available else None
+
+    def _advance(self, pull: Pull, now: float) -> None:
+        pool, has_ended = self._scheduler.pool, pull.has_ended  # read before the blocks, the last of which precede it
+        while pull.arrived:
+            index = pull.arrived.popleft()
+            pool.publish(pull.block_ids[index], pull.keys[index])
+            pull.progress_at = now
+            self.counters.num_pulled_blocks += 1
+        if not has_ended and self._waits(pull.request) and now - pull.progress_at <= STALL_S:
+            return
+        with pull.lock:
+            pull.is_open = False
+        self._source.end(pull)
+        pool.give_back([*pull.found_ids, *pull.block_ids])
+        keys, num_cached = self._scheduler.longest_prefix(pull.request)
+        pull.request.num_pulled = max(0, num_cached - pull.num_cached) * pool.block_size
+        self.counters.num_remote_prefill_failures += not all(key in pool for key in keys)
+        self._admit(pull.request)
+
+    def _waits(self, request: Request) -> bool:
+        """Return whether the request is still wanted."""
+        return self._scheduler.waiting.get(request.request_id) is request
+
+    def _admit(self, request: Request) -> None:
+        request.awaits_blocks = False
+        self._pulls.pop(request, None)
+        self._waits_since.pop(request, None)

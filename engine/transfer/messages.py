@@ -1,0 +1,90 @@
+"""Messages between decode and prefill instances: a msgpack array that starts with its kind, and a content of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgpack
+
+T = TypeVar("T")
+
+PROTOCOL = 1  # raised with every change of the messages
+HELLO = "hello"  # decode -> prefill: [token, identity]
+WELCOME = "welcome"  # prefill -> decode: [epoch of the process]
+REFUSED = "refused"  # prefill -> decode: [reason]
+COMPUTE = "compute"  # decode -> prefill: [job, token_ids, salt, (owner, priority), keys of the blocks]
+READY = "ready"  # prefill -> decode: [job, indices of keys]  these blocks can be pulled
+PULL = "pull"  # decode -> prefill: [job, indices of keys]
+BLOCK = "block"  # prefill -> decode: [job, index of the key, checksum], and the block as content
+FAILED = "failed"  # prefill -> decode: [job, reason]  no more blocks will be ready
+END = "end"  # decode -> prefill: [job]  its blocks are not needed any more
+BEAT = "beat"  # both ways: []
+
+BEAT_S = 0.5
+SILENT_S = 2.0  # a prefill instance that has sent nothing for this time is lost
+LEASE_S = 4.0  # blocks of a decode instance that has sent nothing for this time are released
+CONNECT_WITHIN_S = 2.0
+READ_BYTES = 1 << 18  # at a time, so that a slow link does not look like silence
+MAX_HEADER_BYTES = 64 << 20
+LENGTHS = struct.Struct("<II")  # bytes of the array and of the content
+
+
+class TransferRefused(Exception):
+    """The prefill instance cannot serve this decode instance."""
+
+
+def pack(kind: str, *fields: Any, content: bytes = b"") -> bytes:
+    header = msgpack.packb((kind, *fields))
+    return LENGTHS.pack(len(header), len(content)) + header + content
+
+
+async def read(reader: asyncio.StreamReader, silent_s: float, max_content: int) -> tuple[str, Sequence[Any], bytes]:
+    """Return kind, fields and content of the next message. Raises TimeoutError if nothing arrives for `silent_s`,
+    EOFError at the end of the connection, and ValueError for a message that `pack` has not made."""
+    header_len, content_len = LENGTHS.unpack(await _read(reader, LENGTHS.size, silent_s))
+    if header_len > MAX_HEADER_BYTES or content_len > max_content:
+        raise ValueError(f"a message of {header_len} and {content_len} bytes is too long")
+    try:
+        message = msgpack.unpackb(await _read(reader, header_len, silent_s), use_list=False)
+        kind, *fields = message
+    except (TypeError, msgpack.UnpackException, msgpack.ExtraData) as error:
+        raise ValueError(f"the message is no msgpack array: {error}") from None
+    return kind, fields, await _read(reader, content_len, silent_s)
+
+
+async def _read(reader: asyncio.StreamReader, count: int, silent_s: float) -> bytes:
+    parts, num_missing = [], count
+    while num_missing:
+        part = await within(silent_s, reader.read(min(num_missing, READ_BYTES)))
+        if not part:
+            raise EOFError("the connection was closed")
+        parts.append(part)
+        num_missing -= len(part)
+    return b"".join(parts)
+
+
+async def within(timeout_s: float, awaitable: Awaitable[T]) -> T:
+    """Return the result of `awaitable`. Raises TimeoutError."""
+    try:
+        return await asyncio.wait_for(awaitable, timeout_s)
+    except asyncio.TimeoutError:  # another class before Python 3.11
+        raise TimeoutError(f"it was silent for {timeout_s:g} s") from None
+
+
+def checksum(epoch: bytes, key: bytes, content: bytes) -> bytes:
+    """Return the checksum of a block, which also covers its key and the process that has computed it."""
+    return hashlib.blake2b(content, digest_size=8, key=epoch + key).digest()
+
+
+def difference(ours: Mapping[str, str], theirs: Any) -> str:
+    """Return a sentence about the first item in which two identities differ, or an empty text."""
+    if not isinstance(theirs, dict) or theirs.keys() != ours.keys():
+        return "it is another version of this server"
+    for name, value in ours.items():
+        if theirs[name] != value:
+            return f"the {name} is {value} at the prefill instance and {theirs[name]} at the decode instance"
+    return ""

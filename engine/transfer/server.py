@@ -1,0 +1,165 @@
+"""Prefill side of the transfer: takes prompts from decode instances and sends them the blocks that they pull."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import logging
+import secrets
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.core.prefill_jobs import PrefillJob, PrefillJobs, prefill_request
+from engine.transfer import messages
+
+log = logging.getLogger(__name__)
+
+MAX_JOBS = 4096  # of one connection
+READ_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServedBlocks:
+    """Blocks that a prefill instance serves. `read_block` is called in the thread of the transfer."""
+
+    jobs: PrefillJobs
+    read_block: Callable[[int], bytes]
+    identity: Mapping[str, str]  # what decode instances must have in common with it
+    vocab_size: int
+    max_len: int  # tokens of a prompt
+
+
+class PrefillServer:
+    """Listens for decode instances, in a thread of its own. Raises OSError if it cannot listen."""
+
+    def __init__(self, address: tuple[str, int], served: ServedBlocks, token: str, tls: ssl.SSLContext | None = None):
+        self.epoch = secrets.token_bytes(16)
+        self.served, self.token = served, token
+        self.names = map("prefill-{}".format, itertools.count())
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        listener = socket.create_server(address, family=family)
+        self.port = listener.getsockname()[1]
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(listener, tls)), name="transfer")
+        self._thread.daemon = True
+        self._thread.start()
+
+    async def _run(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        server = await asyncio.start_server(self._serve, sock=listener, ssl=tls, limit=READ_LIMIT)
+        await server.serve_forever()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._welcome(reader, writer)
+            await _Connection(self, reader, writer).serve()
+        except (OSError, EOFError, TimeoutError) as error:
+            log.info("a decode instance has gone: %s", error or "it was silent")
+        except (ValueError, messages.TransferRefused) as error:
+            log.warning("a decode instance was refused: %s", error)
+        finally:
+            writer.transport.abort()
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the first message. Raises TransferRefused with the reason, which the other side gets as well."""
+        kind, fields, _ = await messages.read(reader, messages.LEASE_S, 0)
+        if kind != messages.HELLO or len(fields) != 2 or not isinstance(fields[0], str):
+            raise ValueError("the first message is no hello")
+        reason = messages.difference(self.served.identity, fields[1])
+        if not hmac.compare_digest(fields[0].encode(), self.token.encode()):
+            reason = "its API keys are others than those of the prefill instance"
+        writer.write(messages.pack(*((messages.REFUSED, reason) if reason else (messages.WELCOME, self.epoch))))
+        await writer.drain()
+        if reason:
+            raise messages.TransferRefused(reason)
+
+
+class _Connection:
+    """One decode instance. Its jobs end when it ends or is silent, which releases their blocks."""
+
+    def __init__(self, server: PrefillServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._served, self._epoch, self._names = server.served, server.epoch, server.names
+        self._reader, self._writer = reader, writer
+        self._jobs: dict[int, PrefillJob] = {}  # by the numbers of the decode instance
+        self._number_of: dict[str, int] = {}
+        self._outbox: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    async def serve(self) -> None:
+        tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
+        try:
+            await next(asyncio.as_completed(tasks))  # neither ends but by an error
+        finally:
+            for task in tasks:
+                task.cancel()
+            for job in self._jobs.values():
+                self._served.jobs.end(job)
+
+    def ready(self, job: PrefillJob, indices: Sequence[int]) -> None:
+        self._post(messages.READY, self._number_of.get(job.name), indices)
+
+    def failed(self, job: PrefillJob, reason: str) -> None:
+        self._post(messages.FAILED, self._number_of.get(job.name), reason)
+
+    def _post(self, *message: Any) -> None:
+        self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+
+    async def _receive(self) -> None:
+        while True:
+            kind, fields, _ = await messages.read(self._reader, messages.LEASE_S, 0)
+            if kind == messages.COMPUTE:
+                self._compute(*fields)
+            elif kind == messages.PULL:
+                number, indices = fields
+                for index in indices:
+                    self._outbox.put_nowait((messages.PULL, number, index))
+            elif kind == messages.END and (job := self._jobs.pop(fields[0], None)):
+                del self._number_of[job.name]
+                self._served.jobs.end(job)
+
+    def _compute(self, *fields: Any) -> None:
+        """Begin a job. Raises ValueError for values that the engine must not get."""
+        number, token_ids, salt, queue_position, keys = fields
+        is_known = isinstance(number, int) and number not in self._jobs and len(self._jobs) < MAX_JOBS
+        are_ids = 0 < len(token_ids) <= self._served.max_len and set(map(type, token_ids)) == {int}
+        if not (is_known and are_ids and min(token_ids) >= 0 and max(token_ids) < self._served.vocab_size):
+            raise ValueError("a message with a wrong prompt")
+        if not (tuple(map(type, queue_position)) == (str, int) and isinstance(salt, str)):
+            raise ValueError("a message with a wrong queue position")
+        if not (keys and set(map(type, keys)) == {bytes} and len(set(keys)) == len(keys)):
+            raise ValueError("a message with wrong keys")
+        name = next(self._names)
+        job = PrefillJob(name, prefill_request(name, token_ids, salt, queue_position), keys, self)
+        self._jobs[number], self._number_of[name] = job, number
+        self._served.jobs.begin(job)
+
+    async def _send(self) -> None:
+        beats = self._loop.create_task(self._beat())
+        try:
+            while True:
+                message = await self._outbox.get()
+                packed = self._block(*message[1:]) if message[0] == messages.PULL else messages.pack(*message)
+                self._writer.write(packed)
+                await messages.within(messages.LEASE_S, self._writer.drain())
+        finally:
+            beats.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(messages.BEAT_S)
+            self._outbox.put_nowait((messages.BEAT,))
+
+    def _block(self, number: int, index: int) -> bytes:
+        """Return the message with a block, or nothing if its job has ended."""
+        job = self._jobs.get(number)
+        block = job.block_ids.get(index) if job else None
+        if job is None or block is None:
+            return b""
+        content = self._served.read_block(block)
+        if not job.is_leased:  # the block may have been overwritten while it was read
+            return b""
+        digest = messages.checksum(self._epoch, job.keys[index], content)
+        return messages.pack(messages.BLOCK, number, index, digest, content=content)

@@ -1,0 +1,170 @@
+"""Disaggregation between two engines in one process: equal answers, and computation in place of blocks that fail."""
+
+import contextlib
+import random
+
+import pytest
+
+from engine.core import remote_prefill
+from engine.core.types import Request, Sampling
+from engine.transfer import client, messages
+from tests.patience import wait_until
+from tests.pure.transfer_pair import Link, Pair, a_loop, connect, serve
+
+BLOCK_SIZE = 16
+NUM_REQUESTS = 50
+VOCAB_SIZE = 300
+
+
+def random_requests(seed, count=NUM_REQUESTS):
+    """Return prompts, some of which begin alike, with sampling parameters of all kinds."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(70)] for _ in range(3)]
+    requests = []
+    for _ in range(count):
+        prompt = rng.choice(stems)[: rng.choice([0, 16, 17, 70])]
+        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 120))]
+        sampling = Sampling(
+            max_new_tokens=rng.randint(1, 12),
+            temperature=rng.choice([0.0, 1.0]),
+            top_p=rng.choice([1.0, 0.8]),
+            top_k=rng.choice([0, 20]),
+            min_p=rng.choice([0.0, 0.1]),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            logit_bias=rng.choice([(), ((5, 3.0),)]),
+            bad_words=rng.choice([(), ((7, 8),)]),
+            seed=rng.randrange(2**63),
+            num_logprobs=1,
+        )
+        requests.append((prompt, sampling))
+    return requests
+
+
+def alone(graph_dir, requests):
+    """Return the answers of one mixed engine."""
+    loop, answers = a_loop(graph_dir), {str(index): [] for index in range(len(requests))}
+    for index, (prompt, sampling) in enumerate(requests):
+        loop.add(Request(str(index), list(prompt), len(prompt), sampling))
+    while not loop.is_idle:
+        for update in loop.step():
+            answers[update.request.request_id] += zip(update.token_ids, update.logprobs, strict=True)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def graph_dir(exported):
+    return exported("qwen2", block_size=BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "qwen3_next"))]
+)  # all kinds of cache groups
+def test_answers_are_those_of_one_engine(family, exported):
+    graph_dir, requests = exported(family, block_size=BLOCK_SIZE), random_requests(seed=1)
+    pair = Pair.of(graph_dir)
+    for index, (prompt, sampling) in enumerate(requests):
+        pair.add(str(index), prompt, sampling)
+        pair.turn()
+    assert pair.run() == alone(graph_dir, requests)
+    counters = pair.decode.remote.counters
+    assert counters.num_remote_prefills > NUM_REQUESTS / 2
+    assert counters.num_remote_prefill_failures == 0
+    assert counters.num_pulled_blocks >= counters.num_remote_prefills
+
+
+LONG = [index * 7 % VOCAB_SIZE for index in range(500)]
+FEW = Sampling(max_new_tokens=4, temperature=0, num_logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def expected(graph_dir):
+    return alone(graph_dir, [(LONG, FEW)])["0"]
+
+
+@pytest.fixture
+def link(monkeypatch):
+    for name, seconds in {"SILENT_S": 0.3, "LEASE_S": 0.4, "BEAT_S": 0.1}.items():
+        monkeypatch.setattr(messages, name, seconds)
+    monkeypatch.setattr(client, "RETRY_S", 0.1)
+    with contextlib.closing(Link()) as link:
+        yield link
+
+
+@pytest.mark.parametrize("failure", ["cut", "freeze"])
+def test_a_prompt_is_computed_locally_after_the_link_has_failed_and_pulled_again_when_it_is_back(
+    failure, link, graph_dir, expected
+):
+    pair = Pair.of(graph_dir, link)
+    pair.add("first", LONG, FEW)
+    while not pair.decode.remote.counters.num_pulled_blocks:
+        pair.turn()
+    assert pair.prefill.jobs.num_open
+    getattr(link, failure)()
+    assert pair.run()["first"] == expected
+    counters = pair.decode.remote.counters
+    assert (counters.num_remote_prefill_failures, pair.outputs["first"].num_cached) == (1, 0)
+    link.thaw()
+    wait_until(lambda: pair.client.is_ready)
+    other = [*LONG[100:], *LONG[:100]]
+    pair.add("second", other, FEW)
+    assert pair.run()["second"] == alone(graph_dir, [(other, FEW)])["0"]
+    assert (counters.num_remote_prefills, counters.num_remote_prefill_failures) == (2, 1)
+
+
+def test_a_damaged_block_is_not_used(link, graph_dir, expected):
+    pair = Pair.of(graph_dir, link)
+    link.is_damaging = True
+    pair.add("0", LONG, FEW)
+    assert pair.run()["0"] == expected
+    assert pair.decode.remote.counters.num_remote_prefill_failures == 1
+
+
+def test_an_instance_that_does_not_compute_is_not_waited_for(graph_dir, expected, monkeypatch):
+    monkeypatch.setattr(remote_prefill, "STALL_S", 0.2)
+    pair = Pair.of(graph_dir)
+    pair.add("0", LONG, FEW)
+    while not pair.decode.is_idle:
+        pair.turn_decode()
+    assert pair.run()["0"] == expected
+
+
+def test_a_dropped_request_releases_its_blocks_on_both_sides(graph_dir):
+    pair = Pair.of(graph_dir)
+    pair.add("0", LONG, FEW)
+    while not pair.decode.remote.counters.num_pulled_blocks:
+        pair.turn()
+    pair.decode.drop("0")
+    pair.run()
+    assert [each.scheduler.pool.num_held for each in (pair.prefill, pair.decode)] == [0, 0]
+
+
+def test_short_prompts_and_prompts_that_are_cached_stay_local(graph_dir, expected):
+    pair = Pair.of(graph_dir)
+    pair.add("short", LONG[:31], FEW)
+    pair.run()
+    assert pair.decode.remote.counters.num_remote_prefills == 0
+    for name in ("first", "second"):
+        pair.add(name, LONG, FEW)
+        assert pair.run()[name] == expected
+    assert pair.decode.remote.counters.num_remote_prefills == 1
+    assert [pair.outputs[name].num_cached for name in ("first", "second")] == [16, 496]
+
+
+def test_all_requests_end_when_blocks_are_scarce(graph_dir):
+    pair, requests = Pair.of(graph_dir, num_blocks=20), random_requests(seed=2, count=20)
+    for index, (prompt, sampling) in enumerate(requests):
+        pair.add(str(index), prompt, sampling)
+    assert pair.run() == alone(graph_dir, requests)
+
+
+def test_instances_with_another_model_or_other_keys_are_refused(graph_dir):
+    server = serve(a_loop(graph_dir))
+    loop = a_loop(graph_dir)
+    other = connect(loop, server.port, identity={"model": "other"})
+    [refusal] = other.refusals(within_s=5)
+    expected = f"the prefill instance 127.0.0.1:{server.port} refuses: the model is tiny at the prefill instance"
+    assert refusal == expected + " and other at the decode instance"
+    [refusal] = connect(loop, server.port, token="guess").refusals(within_s=5)
+    assert refusal.endswith("its API keys are others than those of the prefill instance")
+    assert not other.is_ready
