@@ -49,7 +49,9 @@ def start_transfer(loop: EngineLoop, config: Config, wake: Callable[[], None]) -
         pulled = PulledBlocks(access.write_block, len(access.read_block(0)), identity(config))
         client = PrefillClient(config.prefill_addresses, pulled, config.peer_token, lambda host: tls_of(config, host))
         refusals = client.refusals(ANSWER_WITHIN_S)
-        if refusals and not (config.run_path / ENGINE_PROGRESS_FILE).exists():  # else this is a restart
+        if (
+            refusals and not config.engine_path(ENGINE_PROGRESS_FILE, config.engine_index).exists()
+        ):  # else this is a restart
             raise ConfigError("; ".join(refusals))
         loop.remote = RemotePrefill(loop.scheduler, client, config.remote_prefill_min_tokens)
 
