@@ -28,6 +28,7 @@ from engine.serving.completion_output import CompletionOutput, select_best
 from engine.serving.input_processor import InputProcessor, Prompt
 from engine.settings.config import Config
 from engine.settings.device import with_device
+from engine.settings.disaggregation import MIXED
 from engine.settings.foreign.keywords import own_keywords
 from engine.text.tokenizer import Tokenizer
 from engine.wire import GenerationRequest, parse_request
@@ -88,6 +89,8 @@ class LLM:
 
     def __init__(self, model: str | Path, **settings: Any):
         config = with_device(Config.from_env().changed(**own_keywords(settings)))
+        if config.splitwise_role != MIXED:
+            raise ConfigError(f"SPLITWISE_ROLE is {config.splitwise_role}: an LLM computes prompts and answers itself")
         if config.data_parallel_size > 1:
             raise ConfigError(
                 f"DATA_PARALLEL_SIZE is {config.data_parallel_size}: an LLM is one engine; several need a server"
