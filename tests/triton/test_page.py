@@ -15,7 +15,8 @@ from engine.serving.latency import LatencyStats, RequestRecord
 from engine.serving.rate_limits import RateLimiter
 from engine.wire import ModelState
 from tests.browser import running_browser
-from tests.images import a_data_url, a_file, an_image
+from tests.image_requests import a_data_url, a_file
+from tests.images import an_image
 from tests.pure.gateway_fake import WAIT, FakeBackend, running
 from tests.server import running_server
 

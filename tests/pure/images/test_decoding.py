@@ -10,7 +10,8 @@ from PIL import Image
 
 from engine.images.decoding import decode
 from engine.images.processor import ImageError
-from tests.images import a_file, an_image
+from tests.image_requests import a_file
+from tests.images import an_image
 
 MAX_PIXELS = 100_000
 

@@ -15,7 +15,8 @@ from engine.errors import EngineUnavailable
 from engine.images.pool import ImageWorkerPool
 from engine.images.processor import ImageError, ImageProcessor
 from engine.images.worker import ImageSetup
-from tests.images import a_file, an_image, write_vision_model
+from tests.image_requests import a_file, write_vision_model
+from tests.images import an_image
 from tests.patience import wait_until
 
 

@@ -9,7 +9,8 @@ from engine.images.reader import ImageReader
 from engine.settings.config import Config
 from engine.wire import ImagePart
 from tests.checkpoints import make_checkpoint
-from tests.images import a_data_url, a_file, a_reader, an_image, write_vision_model
+from tests.image_requests import a_data_url, a_file, a_reader, write_vision_model
+from tests.images import an_image
 
 FILE = a_file(an_image(60, 90))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from engine.settings.config import Config
 from server_scripts import processes, triton
 from server_scripts.run_dir import RunDir
-from tests.images import write_vision_model
+from tests.image_requests import write_vision_model
 
 
 def all_specs(tmp_path, monkeypatch, config):

@@ -9,7 +9,8 @@ from engine.serving.image_prompts import ImagePrompts
 from engine.serving.tokenization import tokenize_or_detokenize
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
-from tests.images import VISION_TOKENS, a_file, a_reader, an_image, an_image_part, write_vision_model
+from tests.image_requests import VISION_TOKENS, a_file, a_reader, an_image_part, write_vision_model
+from tests.images import an_image
 from tests.pure.service_fakes import an_input_processor
 
 FILES = [a_file(an_image(28 * rows, 28 * columns)) for rows, columns in ((1, 1), (2, 3), (3, 1))]

@@ -12,7 +12,8 @@ from engine.serving.image_prompts import ImagePrompts
 from engine.serving.options import ServiceOptions
 from engine.serving.service import Service
 from engine.text.tokenizer import Tokenizer
-from tests.images import a_file, a_reader, an_image, an_image_part, write_vision_model
+from tests.image_requests import a_file, a_reader, an_image_part, write_vision_model
+from tests.images import an_image
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.service_fakes import FakeSender, a_payload, an_input_processor, answer_to
 
