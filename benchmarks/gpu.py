@@ -35,6 +35,7 @@ from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.cuda.weights import num_bytes
 from engine.executors.memory import allocate_cache
+from engine.executors.ranks import RanksExecutor
 from engine.exporting.export import QUANT_TYPES, ExportOptions, export
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.garbage import collect_garbage_seldom
@@ -112,7 +113,8 @@ class Bench:
             for _ in range(TRACED):
                 loop.step()
             torch.cuda.synchronize()
-        hit = num_hit(self.executor, loop.step) if self.num_experts else 0.0
+        first = self.executor._first if isinstance(self.executor, RanksExecutor) else self.executor
+        hit = num_hit(first, loop.step) if self.num_experts else 0.0
         for name in [*map(str, range(num_requests)), *(f"waiting {number}" for number in range(self.num_waiting))]:
             loop.drop(name)
         run_to_end(loop)
