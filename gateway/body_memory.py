@@ -11,7 +11,8 @@ from engine.errors import Overloaded
 from engine.settings.config import Config
 
 LARGE_BYTES = 64 << 10  # smaller bodies are not counted: the model's queue limits their number
-OPEN_BYTES = 64 << 20  # of large requests without a first answer, in all workers together
+# Of large requests without a first answer, in all workers together: room for NUM_LARGEST of the largest, within these
+OPEN_BYTES, MAX_OPEN_BYTES, NUM_LARGEST = 64 << 20, 512 << 20, 16
 
 
 class BodyMemoryReservation:
@@ -54,7 +55,8 @@ class BodyMemoryBudget:
     @classmethod
     def for_worker(cls, config: Config) -> BodyMemoryBudget:
         """Return the share of one worker. It is never smaller than the largest request that is allowed."""
-        return cls(max(OPEN_BYTES // config.push_mode_http_workers, config.max_body_bytes))
+        open_bytes = max(OPEN_BYTES, min(NUM_LARGEST * config.max_body_bytes, MAX_OPEN_BYTES))
+        return cls(max(open_bytes // config.push_mode_http_workers, config.max_body_bytes))
 
     @contextlib.asynccontextmanager
     async def reading(self, num_bytes: int) -> AsyncIterator[None]:

@@ -32,7 +32,7 @@ from engine.wire.delta import (
 )
 from engine.wire.field_descriptions import FIELD_DESCRIPTIONS, field_schemas, native_defaults, strip_links
 from engine.wire.fields import FIELDS
-from engine.wire.images import ImagePart, has_images, image_part, image_parts, put_images, take_images
+from engine.wire.images import ImagePart, has_images, image_part, image_parts, is_image_part, put_images, take_images
 from engine.wire.loras import LOAD_LORA, LORA_FIELDS, UNLOAD_LORA, LoraList
 from engine.wire.owner import OWNER, Owner, owner_of, payload_with_owner, with_owner
 from engine.wire.request import (

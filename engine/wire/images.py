@@ -57,12 +57,17 @@ def path_of(part: Mapping[str, Any], place: str) -> str:
     return path if isinstance(path, str) and A_PATH.fullmatch(path) else f"{place}.{IMAGE}"
 
 
+def is_image_part(part: Any) -> bool:
+    """Return whether a content part, which may be unchecked, is an image."""
+    return isinstance(part, dict) and part.get("type") == IMAGE
+
+
 def image_parts(messages: Any) -> Iterator[Json]:
     """Yield the image parts of messages, which may be unchecked."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") == IMAGE:
+            if is_image_part(part):
                 yield part
 
 

@@ -12,10 +12,12 @@ from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 from engine.placement import KnownPrefixes, placement_cost
+from engine.wire import is_image_part
 
 PIECE_CHARS = 256  # characters of the prompt in one key: about the 64 tokens of a block, the unit of the prefix cache
 MAX_KEYS = 2048  # of one prompt
 CHARS_PER_TOKEN = 4  # a usual ratio; only the order of the scores depends on it
+IMAGE_CHARS = 4096  # that count for an image, about 1000 tokens
 SESSION_CHARS, PREFIX_CHARS = 4096, 1024  # of a prompt that is not a chat
 NUM_BY_SESSION, NUM_BY_PREFIX = 2, 8  # candidates
 
@@ -36,7 +38,7 @@ def prompt_keys(body: dict[str, Any]) -> PromptKeys:
     messages = body.get("messages")
     if isinstance(messages, list) and messages:
         roles = [each.get("role") if isinstance(each, dict) else None for each in messages]
-        texts = [json.dumps(each, ensure_ascii=False, sort_keys=True) for each in messages]
+        texts = [json.dumps(_with_digests(each), ensure_ascii=False, sort_keys=True) for each in messages]
         num_system = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
         num_first = next((i for i, role in enumerate(roles) if role == "user"), 0) + 1
         text = "".join(texts)
@@ -51,6 +53,20 @@ def prompt_keys(body: dict[str, Any]) -> PromptKeys:
         found = _key(found, text[begin : begin + PIECE_CHARS])
         chain.append(found)
     return PromptKeys(tuple(chain), _key(root, session), _key(root, prefix), len(text))
+
+
+def _with_digests(message: Any) -> Any:
+    """Return a message where each image is replaced by text that differs between images, and whose length is to other
+    text about as the tokens of an image are to those of the text."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [_digest(part) if is_image_part(part) else part for part in content]}
+
+
+def _digest(part: Any) -> str:
+    found = blake2b(json.dumps(part).encode(), digest_size=16).hexdigest()
+    return found * (IMAGE_CHARS // len(found))
 
 
 def _key(before: bytes, text: str) -> bytes:

@@ -38,6 +38,7 @@ def test_large_requests_share_what_there_is_and_small_ones_need_none():
 
 def test_workers_share_and_each_has_room_for_the_largest_request():
     assert BodyMemoryBudget.for_worker(Config(push_mode_http_workers=4)).max_bytes == OPEN_BYTES // 4
+    assert BodyMemoryBudget.for_worker(Config(max_body_bytes=32 << 20)).max_bytes == 16 * 32 << 20
     assert BodyMemoryBudget.for_worker(Config(push_mode_http_workers=4, max_body_bytes=1 << 30)).max_bytes == 1 << 30
 
 

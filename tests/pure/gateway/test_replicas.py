@@ -57,6 +57,17 @@ def test_turns_of_a_conversation_have_one_session_and_chats_with_one_system_prom
     assert not set(salted.chain) & set(prompt_keys({"text": "a" * 2000}).chain)
 
 
+def test_an_image_counts_like_its_tokens_and_not_like_its_file():
+    def keys(*images, text="x" * 600):
+        parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{each}"}} for each in images]
+        return prompt_keys({"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]})
+
+    cat, dog = "cat" * 100_000, "cat" * 99_999 + "dog"
+    assert len(keys(cat).chain) * 256 < keys(cat).num_chars < 6000
+    assert keys(cat).chain[:16] == keys(cat, text="y" * 600).chain[:16] != keys(dog).chain[:16]
+    assert keys(cat).session != keys(dog).session
+
+
 def test_a_request_goes_to_the_replica_that_has_its_prefix_unless_that_is_too_busy():
     replicas = [Simulated(name) for name in "abc"]
     keys = chat("S" * 8000, "question")
