@@ -51,7 +51,7 @@ def make_executor(
         executor = make_host(graph_dir, config, owns_process=owns_process, tell=tell)
         if config.speculate_method in GRAPHS:
             return with_drafts(executor, config, DraftPolicy(), make_mtp_source(executor, manifest, config))
-        return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config))
+        return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config, executor))
     from engine.executors.hosts import follow, lead
 
     if machines.is_master:
@@ -60,28 +60,49 @@ def make_executor(
     return follow(graph_dir, config, tell)
 
 
-def make_draft_source(draft_dir: Path | None, manifest: Manifest, config: Config) -> DraftSource | None:
-    """Load the exported draft model in `draft_dir` for the model of `manifest`. Without one, return None."""
+def make_draft_source(
+    draft_dir: Path | None, manifest: Manifest, config: Config, executor: Executor | None = None
+) -> DraftSource | None:
+    """Load the exported draft model in `draft_dir` for the model of `manifest`, on a GPU onto that of `executor`, which
+    has loaded it. Without a draft model, return None."""
     if draft_dir is None:
         return None
-    from engine.executors.cpu.draft_model import CpuDraftModel
     from engine.executors.draft_slots import SlotSizes
-    from engine.executors.model_drafts import ModelDrafts
+    from engine.executors.model_drafts import DraftModel, ModelDrafts
 
-    model = CpuDraftModel.load(draft_dir, SlotSizes.of(manifest, config.batch_size))
+    sizes = SlotSizes.of(manifest, config.batch_size)
+    if config.device == GPU:
+        from engine.executors.cuda.draft_model import CudaDraftModel
+        from engine.executors.cuda.executor import CudaExecutor
+
+        assert isinstance(executor, CudaExecutor), "export_draft_model refuses several ranks"
+        model: DraftModel = CudaDraftModel.load(draft_dir, executor, config, sizes)
+    else:
+        from engine.executors.cpu.draft_model import CpuDraftModel
+
+        model = CpuDraftModel.load(draft_dir, sizes)
     return ModelDrafts(model, manifest.vocab_size)
 
 
 def make_mtp_source(executor: Executor, manifest: Manifest, config: Config) -> DraftSource:
-    """Load the layer that drafts for the model that `executor`, of one rank on a CPU, has loaded: its MTP layer or its
-    EAGLE-3 head."""
-    from engine.executors.cpu.draft_model import CpuMtpLayer
-    from engine.executors.cpu.executor import CpuExecutor
-    from engine.executors.mtp_drafts import MtpDrafts
+    """Load the layer that drafts for the model that `executor`, of one rank, has loaded: its MTP layer or its EAGLE-3
+    head."""
+    from engine.executors.mtp_drafts import MtpDrafts, MtpLayer
 
-    assert isinstance(executor, CpuExecutor), "check_layer refuses others"
     method = config.speculate_method
-    return MtpDrafts(CpuMtpLayer(executor, manifest, config.batch_size, method), manifest.vocab_size, method)
+    if config.device == GPU:
+        from engine.executors.cuda.draft_model import CudaMtpLayer
+        from engine.executors.cuda.executor import CudaExecutor
+
+        assert isinstance(executor, CudaExecutor), "check_layer refuses several ranks"
+        layer: MtpLayer = CudaMtpLayer(executor, manifest, config)
+    else:
+        from engine.executors.cpu.draft_model import CpuMtpLayer
+        from engine.executors.cpu.executor import CpuExecutor
+
+        assert isinstance(executor, CpuExecutor), "check_layer refuses several ranks"
+        layer = CpuMtpLayer(executor, manifest, config.batch_size, method)
+    return MtpDrafts(layer, manifest.vocab_size, method)
 
 
 def check_num_ranks(graph_dir: Path, manifest: Manifest, config: Config) -> None:

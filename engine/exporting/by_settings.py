@@ -49,15 +49,10 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
 
 
 def check_layer_settings(config: Config) -> None:
-    """Raise ConfigError if SPECULATE_METHOD is one of GRAPHS and the device or the number of ranks does not support
-    it."""
+    """Raise ConfigError if SPECULATE_METHOD is one of GRAPHS and the number of ranks does not support it."""
     method = config.speculate_method
     if method not in GRAPHS:
         return
-    if config.device == GPU or with_device(config).device == GPU:
-        raise ConfigError(
-            f"SPECULATE_METHOD is {method}, which is not supported on GPUs yet; set it to ngram or suffix"
-        )
     if config.mp_num != 1:
         raise ConfigError(
             f"SPECULATE_METHOD is {method} and MP_NUM is {config.mp_num}: the layer that drafts needs a model of one"

@@ -23,8 +23,11 @@ def export_draft_model(graph_dir: Path, config: Config, progress: Callable[[str]
     path, model = config.draft_model_path, Manifest.read(graph_dir)
     if path is None or config.speculate_method in GRAPHS:
         return None
-    if with_device(config).device == GPU:
-        raise ConfigError("SPECULATE_METHOD is draft, which is not supported on GPUs yet; set it to ngram or suffix")
+    if config.mp_num != 1 and (config.device == GPU or with_device(config).device == GPU):
+        raise ConfigError(
+            f"SPECULATE_METHOD is draft and MP_NUM is {config.mp_num}, which is not supported on GPUs yet; set"
+            " MP_NUM=1, or SPECULATE_METHOD to ngram or suffix"
+        )
     try:
         if not is_exported(path):
             options = ExportOptions(block_size=model.block_size)

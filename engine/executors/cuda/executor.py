@@ -78,15 +78,15 @@ class CudaExecutor:
         model = Manifest.read(graph_dir)
         max_blocks = -(-model.max_seq_len // model.block_size)
         self._membership = membership or Membership.alone()
-        self._device = _device(device, self._membership.rank)
+        self.device = self._device = _device(device, self._membership.rank)
         self._compiler = KernelCompiler(self._device, report) if self._device.type == "cuda" else None
         self._vocab_size = model.vocab_size
         self._max_tokens = min(config.max_step_tokens, model.max_seq_len)  # of one step
-        self._utilization = config.gpu_memory_utilization
+        self.graph_dir, self._utilization = graph_dir, config.gpu_memory_utilization
         self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch of sampled tokens
         self._is_invariant = config.batch_invariant
         ops = invariant if self._is_invariant else cuda
-        self._program = load_program(rank_dir(graph_dir, self._membership.rank), model, self._device, ops)
+        self._program = load_program(rank_dir(graph_dir, self._membership.rank), model.graph(), self._device, ops)
         self._check_type()
         self._caches = Caches(model.graph().caches, self._device)
         self._host_cache = HostCache(self._caches, config, self._device) if config.swap_space else None
@@ -106,8 +106,20 @@ class CudaExecutor:
         # One token for each slot, and one for padding.
         self._last_tokens = torch.zeros(config.batch_size + 1, dtype=torch.int32, device=self._device)
         self._no_embeddings = torch.zeros(1, self._program.params[TABLE].shape[1], device=self._device)
+        self.states: Tensor | None = None  # [T, H] of the last step, until the next, if the graph has them
         self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
         self.max_prompt_logits = max_prompt_logits(model.vocab_size)
+
+    def load_graph(self, name: str) -> CudaProgram:
+        """Load another graph of the model, which shares parameters of the same name with this one. Raises ModelError
+        that lists the graphs there are."""
+        files, directory = Manifest.read(self.graph_dir).graph(name), rank_dir(self.graph_dir, self._membership.rank)
+        return load_program(directory, files, self.device, cuda, self._program.params)
+
+    def new_states(self, num_rows: int) -> Tensor:
+        """Return memory for hidden states, filled with zeros: [num_rows, H]."""
+        table = self._program.params[TABLE]
+        return table.new_zeros(num_rows, table.shape[1])
 
     def free_bytes(self) -> int:
         """Return the bytes of the device that GPU_MEMORY_UTILIZATION leaves for the cache, after everything else that
@@ -225,6 +237,7 @@ class CudaExecutor:
         more = {**groups, **fields, "slots": np.array(choices.slots, np.int64)}
         if shape:
             captured = self._graphs.replay(inputs | more, shape)
+            self.states = captured.outputs.states
             left = not_captured(more, captured.empty)
             outputs = captured.outputs.first(num_logits)
             if not left and choices.logit_rows is None and not batch.has_mask:
@@ -236,7 +249,9 @@ class CudaExecutor:
         sent = self._uploads.send(inputs | more)
         fresh = [] if self._is_invariant else prefill_attention.find(inputs["query_starts"], inputs["context_lens"])
         known = {"query_starts": KnownStarts(sent["query_starts"], fresh)} if fresh else {}
-        return Begun(self._compute({**sent, **known}), sent, None)
+        outputs = self._compute({**sent, **known})
+        self.states = outputs.states
+        return Begun(outputs, sent, None)
 
     def prompt_outputs(self, batch: Batch) -> StepPromptOutputs | None:
         """Return the prompt outputs that this rank has to compute for the batch, or None."""

@@ -4,39 +4,42 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import torch
+from torch import Tensor
 
 from engine import graph as graphs
 from engine.errors import ConfigError
 from engine.executors.cuda import weights
 from engine.executors.cuda.program import CudaProgram, check_ops
-from engine.exporting.manifest import DECODER, Manifest
+from engine.exporting.manifest import GraphManifest
 from engine.models.constants import constants_of
 
 log = logging.getLogger(__name__)
+NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def load_program(
-    directory: Path, model: Manifest, device: torch.device, ops: ModuleType, name: str = DECODER
+    directory: Path, files: GraphManifest, device: torch.device, ops: ModuleType, shared: Mapping[str, Tensor] = NONE
 ) -> CudaProgram:
-    """Load the graph `name` from the folder of one rank.
+    """Load a graph from the folder of one rank. Parameters of another graph that are `shared` are taken from there.
 
     `ops` is engine.ops.cuda or a module like it. Raises ConfigError if the weights are too large for the device, and
     GraphError for an op that it does not have.
     """
     started = time.monotonic()
-    files = model.graph(name)
     graph = graphs.read_graph(directory / files.program, files.outputs)
     check_ops(graph, ops)  # before the weights are read
-    size = weights.num_bytes(graph)
+    own = weights.without(graph, shared)
+    size = weights.num_bytes(own)
     try:
         if files.parameters:
-            params = weights.load(graph, graphs.read_params(directory / files.parameters, graph), device)
+            params = weights.load(own, graphs.read_params(directory / files.parameters, graph), device)
         else:
-            params = weights.draw(graph, constants_of(directory.parent), device)
+            params = weights.draw(own, constants_of(directory.parent), device)
     except torch.cuda.OutOfMemoryError:
         free, total = (number / 2**30 for number in torch.cuda.mem_get_info(device))
         raise ConfigError(
@@ -44,4 +47,4 @@ def load_program(
             f" {total - free:.1f} GiB"
         ) from None
     log.info("%.1f GB of weights on the device in %.1f s", size / 1e9, time.monotonic() - started)
-    return CudaProgram(graph, params, ops)
+    return CudaProgram(graph, params | {name: shared[name] for name in graph.parameters if name in shared}, ops)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.graph import Graph, GraphError, Node
 from engine.graph.fusion import fuse
-from engine.models.layers import HIDDEN, LOGIT_ROWS, LOGITS
+from engine.models.layers import HIDDEN, LOGIT_ROWS, LOGITS, STATES
 from engine.ops.catalogue import FUSED
 from engine.ops.cuda.adapters import Layer, add_adapters
 from engine.ops.cuda.prefill_attention import KnownStarts
@@ -28,9 +28,10 @@ class Outputs(NamedTuple):
 
     logits: Tensor  # f32 [S, V]
     hidden: Tensor  # [S, H], in the type of the activations
+    states: Tensor | None = None  # [T, H], of all tokens, if a layer drafts from them
 
     def first(self, count: int) -> Outputs:
-        return Outputs(self.logits[:count], self.hidden[:count])
+        return Outputs(self.logits[:count], self.hidden[:count], self.states)
 
 
 class GraphCall(NamedTuple):
@@ -55,7 +56,7 @@ class CudaProgram:
         self.graph, self.params = graph, params
         self._params = {value.id: params[name] for name, value in graph.parameters.items()}
         self._inputs = {name: value.id for name, value in graph.inputs.items()}
-        self._outputs = [graph.outputs[name].id for name in (LOGITS, HIDDEN)]
+        self._outputs = [graph.outputs[name].id for name in (LOGITS, HIDDEN, STATES) if name in graph.outputs]
         fused = _fused(graph, ops, keep_products=bool(layers))
         self._calls = _calls(fused.nodes, {*self._params, *self._outputs}, ops)
         if layers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from queue import SimpleQueue
 
 import numpy as np
@@ -61,6 +62,14 @@ def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device
         else:
             tensors[name] = _empty(value, device).normal_(0, DRAWN_WIDTH, generator=generator)
     return _as_the_ops_want_them(graph, tensors)
+
+
+def without(graph: Graph, shared: Mapping[str, Tensor]) -> Graph:
+    """Return the graph with only those parameters that are not shared, and the nodes that read one of these."""
+    parameters = {name: value for name, value in graph.parameters.items() if name not in shared}
+    own = {value.id for value in parameters.values()}
+    nodes = tuple(node for node in graph.nodes if any(value and value.id in own for value in node.inputs))
+    return replace(graph, parameters=parameters, nodes=nodes)
 
 
 def num_bytes(graph: Graph) -> int:

@@ -1,0 +1,246 @@
+"""Gain of drafts on one GPU, at an acceptance that is given, and their cost:
+
+    python -m benchmarks.gpu_drafts eagle3 [--requests 1 8 64] [--acceptance 0.75] [--drafts 3]
+
+Weights are random, in the shapes of Llama-3-8B with an EAGLE-3 head, of a GLM-4.5 of fewer layers with its MTP layer
+(`mtp`), or of Qwen2.5-7B with Qwen2.5-0.5B (`draft`), so their drafts are never right. All of them are made and
+verified as usual; then a random number decides of each draft whether it counts as accepted. Decoding is measured in the
+steady state, without drafts, with all drafts, and with those that the policy chooses. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.random_checkpoint import LLAMA3, SHAPES
+from engine.core.loop import EngineLoop
+from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
+from engine.executors import make_executor
+from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer
+from engine.executors.cuda.executor import CudaExecutor
+from engine.executors.draft_policy import DraftPolicy
+from engine.executors.draft_slots import SlotSizes
+from engine.executors.drafting import DraftingExecutor, with_drafts
+from engine.executors.memory import allocate_cache
+from engine.executors.model_drafts import ModelDrafts
+from engine.executors.mtp_drafts import MtpDrafts
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.manifest import Manifest
+from engine.garbage import collect_garbage_seldom
+from engine.settings.config import Config
+
+FOLDER, MAX_SEQ_LEN = Path("build/bench"), 8192
+WARM_UP, STEPS = 96, 64
+HEAD = LLAMA3 | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "draft_vocab_size": 32000,
+}
+GLM = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "num_nextn_predict_layers": 1,
+    "bos_token_id": 151331,
+    "eos_token_id": 151329,
+}
+MODELS = {"eagle3": SHAPES["llama-3-8b"], "mtp": GLM, "draft": SHAPES["qwen2.5-7b"]}
+
+
+class Accepting:
+    """Executor that computes steps as usual, but accepts each draft by chance, up to the first that is not."""
+
+    def __init__(self, executor: Executor, acceptance: float):
+        self._executor, self._acceptance = executor, acceptance
+        self._rng = np.random.default_rng(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def launch(self, batch: Batch) -> AcceptingStep:
+        return AcceptingStep(self._executor.launch(batch), batch, self._rng, self._acceptance)
+
+
+class AcceptingStep:
+    """A launched step of `Accepting`."""
+
+    def __init__(self, step: Step, batch: Batch, rng: np.random.Generator, acceptance: float):
+        self._step, self._batch, self._rng, self._acceptance = step, batch, rng, acceptance
+
+    def result(self) -> StepOutput:
+        output = self._step.result()
+        sampled, token_ids = [row for row in self._batch.rows if row.num_sampled], []
+        for row, tokens in zip(sampled, output.token_ids, strict=True):
+            drafts = list(row.token_ids)[len(row.token_ids) - row.num_sampled + 1 :]
+            is_wrong = self._rng.random(len(drafts)) >= self._acceptance
+            token_ids.append([*drafts[: int(np.argmax([*is_wrong, True]))], tokens[0]])
+        return output._replace(token_ids=token_ids)
+
+
+class Timed:
+    """Function that adds up the seconds of its calls."""
+
+    def __init__(self, function: Callable):
+        self._function, self.seconds = function, 0.0
+
+    def __call__(self, *given: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return self._function(*given)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+def exported(method: str) -> Path:
+    """Return the folder of the exported model of a method, which is made once."""
+    out = FOLDER / f"drafts-{method}"
+    if not out.exists():
+        head = write_config("head", HEAD) if method == "eagle3" else ""
+        options = ExportOptions(
+            max_seq_len=MAX_SEQ_LEN, load_format="dummy", mtp=method == "mtp", eagle3=str(head), block_size=16
+        )
+        export(write_config(f"{method}-shape", MODELS[method]), out, options, progress=print)
+    return out
+
+
+def exported_draft() -> Path:
+    out = FOLDER / "drafts-small"
+    if not out.exists():
+        options = ExportOptions(max_seq_len=MAX_SEQ_LEN, load_format="dummy", block_size=16)
+        export(write_config("small-shape", SHAPES["qwen2.5-0.5b"]), out, options, progress=print)
+    return out
+
+
+def write_config(name: str, keys: dict[str, Any]) -> Path:
+    folder = FOLDER / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(keys))
+    return folder
+
+
+def source_of(method: str, executor: CudaExecutor, model: Manifest, config: Config) -> ModelDrafts:
+    if method == "draft":
+        sizes = SlotSizes.of(model, config.batch_size)
+        return ModelDrafts(CudaDraftModel.load(exported_draft(), executor, config, sizes), model.vocab_size)
+    return MtpDrafts(CudaMtpLayer(executor, model, config), model.vocab_size, method)
+
+
+def measure(executor: Executor, num_blocks: int, config: Config, count: int, context: int) -> dict[str, float]:
+    """Return the rate of tokens, the time of a step and the tokens that a row gets in a step, in the steady state."""
+    loop, rng = EngineLoop(executor, num_blocks, config), np.random.default_rng(0)
+    seen: set[str] = set()
+    for number in range(count):
+        ids = rng.integers(100, 100000, context).tolist()
+        loop.add(Request(str(number), ids, context, Sampling(900, temperature=0)))
+    while len(seen) < count:
+        seen |= {update.request.request_id for update in loop.step()}
+    for _ in range(WARM_UP):
+        loop.step()
+    source = getattr(executor, "_source", None)
+    if source:
+        source.drafts, source.read = Timed(source.drafts), Timed(source.read)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    num_tokens = sum(len(update.token_ids) for _ in range(STEPS) for update in loop.step())
+    seconds = time.perf_counter() - began
+    drafting_s = 0.0
+    if source:
+        drafting_s = source.drafts.seconds + source.read.seconds
+        del source.drafts, source.read
+    for number in range(count):
+        loop.drop(str(number))
+    while not loop.is_idle:
+        loop.step()
+    return {
+        "tok_s": num_tokens / seconds,
+        "step_ms": 1e3 * seconds / STEPS,
+        "draft_ms": 1e3 * drafting_s / STEPS,
+        "tokens": num_tokens / STEPS / count,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=MODELS)
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--acceptance", type=float, default=0.75)
+    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
+    args = parser.parse_args()
+    config = Config(
+        device="gpu",
+        batch_size=max(args.requests),
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        max_cached_task_num=10000,
+        batch_invariant=args.invariant,
+        num_gpu_blocks_override=max(args.requests) * (args.context + 1024) // 16 + 1024,
+        block_ratio=2.0,
+    )
+    drafting_config = replace(config, speculate_method=args.method, speculate_max_draft_token_num=args.drafts)
+    folder = exported(args.method)
+    model, executor = Manifest.read(folder), make_executor(folder, config)
+    assert isinstance(executor, CudaExecutor)
+    source = source_of(args.method, executor, model, drafting_config)
+    accepting: Any = Accepting(executor, args.acceptance)
+    drafting = with_drafts(accepting, drafting_config, None, source)
+    collect_garbage_seldom()
+    num_blocks = allocate_cache(drafting, drafting_config, model.max_seq_len)
+    print(f"{torch.cuda.get_device_name()}, {args.method}, {num_blocks} blocks", flush=True)
+    rows = []
+    for count in args.requests:
+        cases: dict[str, tuple[Executor, Config]] = {"without": (executor, config)}
+        for name, policy in (("all", None), ("policy", DraftPolicy())):
+            made = DraftingExecutor(accepting, args.drafts, source, policy)
+            cases[name] = made, drafting_config
+        off = 0.0
+        for name, (each, settings) in cases.items():
+            row = measure(each, num_blocks, settings, count, args.context)
+            off = off or row["tok_s"]
+            rows.append({"requests": count, "drafts": name, **row, "ratio": row["tok_s"] / off})
+            print(
+                f"{count:3} x {name:8}{row['tok_s']:9.0f} tok/s {row['tok_s'] / off:5.2f} x, step {row['step_ms']:6.2f}"
+                f" ms, of it drafting {row['draft_ms']:5.2f}, {row['tokens']:.2f} tokens a row",
+                flush=True,
+            )
+    print(json.dumps({"device": torch.cuda.get_device_name(), "method": args.method, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

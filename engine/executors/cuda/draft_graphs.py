@@ -1,0 +1,211 @@
+"""Runs of a draft model on the device. A run computes known tokens and then, without the host, one draft token after
+another. Runs of usual shapes are captured as two CUDA graphs: the first step, and a further step, which is replayed for
+each further token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.executors.cuda.cache import MIN_BLOCK_SIZE
+from engine.executors.cuda.program import CudaProgram
+from engine.executors.cuda.sampling import ALWAYS
+from engine.executors.cuda.step_graphs import Arrays, Shape, apart, decode_shapes, empty_step, filled_up
+from engine.executors.cuda.transfer import IN_FLIGHT, Uploads
+from engine.models.layers import PREVIOUS_STATES
+from engine.ops.cuda.drafted_tokens import DraftedTokens
+from engine.ops.cuda.sampler import Cuts, sample
+from engine.ops.cuda.step_buffers import StepBuffers
+from engine.ops.sampling_rows import SamplingRows
+from engine.settings.config import Config
+
+STATE_ROWS = "state_rows"  # i32 [T]: rows of the kept states, see `DraftRuns.states`
+FIELDS = ("seed", "counter", *(name for name in ALWAYS if name not in ("seed", "counter")))  # those of 8 bytes first
+WAYS = Cuts(False, False, False), Cuts(True, True, True)  # greedy for all rows, or what any row may need
+
+
+class DraftSizes(NamedTuple):
+    """Bounds of the runs of a draft model."""
+
+    max_rows: int  # that sample
+    max_drafts: int  # of a row in one run
+    max_blocks: int  # of a row in its block table
+
+
+class DraftRuns:
+    """Runs of a draft model, op by op. Owns what lives on the device between the steps of a run.
+
+    `states` [N, H] has the hidden states that a layer of the target model reads beside tokens; None for a model that
+    reads only tokens.
+    """
+
+    def __init__(
+        self,
+        program: CudaProgram,
+        sizes: DraftSizes,
+        tokens: DraftedTokens,
+        states: Tensor | None,
+        device: torch.device,
+    ):
+        self._program, self.tokens, self.states = program, tokens, states
+        self.caches: Mapping[str, Tensor] = {}
+        self._starts = torch.arange(sizes.max_rows + 1, dtype=torch.int32, device=device)
+        self._previous = None if states is None else states.new_zeros(sizes.max_rows, states.shape[1])
+
+    def first(self, sent: Mapping[str, Tensor], cuts: Cuts) -> None:
+        """Compute the first step of a run. Sample a token for each of the `logit_rows`, if there are any."""
+        inputs = {**sent, **self.caches}
+        if self.states is not None:
+            inputs[PREVIOUS_STATES] = self.states.index_select(0, sent[STATE_ROWS])
+        outputs = self._program(inputs)
+        if len(sent["logit_rows"]):
+            self.tokens.begin(sent["positions"].index_select(0, sent["logit_rows"]))
+            self._sample(outputs.logits, outputs.hidden, sent, cuts)
+
+    def following(self, sent: Mapping[str, Tensor], cuts: Cuts) -> None:
+        """Compute the tokens that the step before has sampled, and sample another one behind each."""
+        count = len(sent["logit_rows"])
+        positions = self.tokens.positions[:count]
+        inputs: dict[str, Tensor | None] = {
+            "token_ids": self.tokens.token_ids[:count],
+            "positions": positions,
+            "query_starts": self._starts[: count + 1],
+            "context_lens": positions,
+            "block_tables": sent["block_tables"][:count],
+            "logit_rows": None,
+        }
+        if self._previous is not None:
+            inputs[PREVIOUS_STATES] = self._previous[:count]
+        outputs = self._program({**inputs, **self.caches})
+        self._sample(outputs.logits, outputs.hidden, sent, cuts)
+
+    def _sample(self, logits: Tensor, hidden: Tensor, sent: Mapping[str, Tensor], cuts: Cuts) -> None:
+        token_ids = sample(logits, {name: sent[name] for name in FIELDS}, cuts)["token_ids"]
+        if self._previous is not None:
+            self._previous[: len(hidden)].copy_(hidden)
+        self.tokens.add(token_ids, sent["counter"])
+
+
+class CapturedRun(NamedTuple):
+    """Captured steps of the runs of one shape, by the way to sample."""
+
+    static_inputs: Mapping[str, Tensor]  # the graphs do not keep them alive
+    empty: Arrays  # host values of the inputs except the block tables, for a run of padding
+    first: dict[Cuts, torch.cuda.CUDAGraph]
+    following: dict[Cuts, torch.cuda.CUDAGraph]
+
+
+class DraftGraphs:
+    """Launches the runs of a draft model, from captured CUDA graphs where the shape allows it. Owns the graphs.
+
+    Captured are runs of CUDAGRAPH_CAPTURE_SIZES rows, each of which has one token for each draft that was verified and
+    one more. Padding tokens belong to a row behind them and write to the null block.
+    """
+
+    def __init__(self, runs: DraftRuns, config: Config, sizes: DraftSizes, device: torch.device):
+        self._runs, self._device, self._sizes = runs, device, sizes
+        self._uploads = Uploads(device)
+        is_used = config.use_cudagraph and device.type == "cuda"
+        captured = decode_shapes(config.cudagraph_capture_sizes, sizes.max_rows) if is_used else []
+        self._shapes = [run_shape(shape.num_tokens, sizes.max_drafts) for shape in captured]
+        self._captured: dict[Shape, CapturedRun] = {}
+        self._tables: Tensor | None = None
+        self._buffers: StepBuffers  # of the captured graphs
+        self.null_block = 0
+
+    def launch(self, inputs: Arrays, rows: SamplingRows, depth: int) -> None:
+        """Launch a run that samples `depth` tokens for each of the first `len(rows.values)` rows."""
+        arrays = {name: getattr(rows, name) for name in FIELDS} | inputs
+        cuts = WAYS[bool(rows.temperature.any())] if depth else WAYS[0]
+        if shape := self._shape_for(inputs):
+            self._replay(arrays, shape, cuts, depth)
+            return
+        sent = self._uploads.send(arrays)
+        self._runs.first(sent, cuts)
+        for _ in range(depth - 1):
+            self._runs.following(sent, cuts)
+
+    def _shape_for(self, inputs: Arrays) -> Shape | None:
+        num_tokens, num_rows = len(inputs["token_ids"]), len(inputs["context_lens"])
+        if len(inputs["logit_rows"]) < num_rows:
+            return None
+        fitting = (each for each in self._shapes if each.num_tokens >= num_tokens and each.num_logits >= num_rows)
+        return next(fitting, None)
+
+    def _replay(self, arrays: Arrays, shape: Shape, cuts: Cuts, depth: int) -> None:
+        captured, table = self._captured[shape], arrays["block_tables"]
+        # The last row has all padding tokens, in the null block.
+        width = max(table.shape[1], -(-(shape.num_tokens - len(arrays["token_ids"])) // MIN_BLOCK_SIZE))
+        missing = (0, shape.num_requests - len(table)), (0, width - table.shape[1])
+        self._buffers.write(filled_up(arrays, captured.empty), np.pad(table, missing, constant_values=self.null_block))
+        captured.first[cuts].replay()
+        for _ in range(depth - 1):
+            captured.following[cuts].replay()
+
+    def capture(self, null_block: int, compile_missing: Callable[[Callable[[], object]], None]) -> None:
+        """Capture all graphs for the caches that are allocated now. `compile_missing` compiles the kernels that a
+        function would launch."""
+        self.null_block = null_block
+        if not self._shapes:
+            return
+        steps = {shape: empty_run(shape, self._runs.states is not None) for shape in reversed(self._shapes)}
+        num_rows = max(shape.num_requests for shape in steps)
+        width = max(self._sizes.max_blocks + 1, -(-self._shapes[-1].num_tokens // MIN_BLOCK_SIZE))
+        self._tables = torch.full((num_rows, width), null_block, dtype=torch.int32, device=self._device)
+        num_numbers = max(sum([array.nbytes // 4 for array in step.values()]) for step in steps.values())
+        buffers = partial(StepBuffers, IN_FLIGHT, num_numbers + self._tables.numel(), 1, self._device)
+        self._buffers = buffers()  # discarded: buffers count steps, and these may not be launched
+        compile_missing(lambda: [self._record(shape, step, None) for shape, step in steps.items()])
+        self._buffers, pool = buffers(), torch.cuda.graph_pool_handle()
+        self._captured = {shape: self._record(shape, step, pool) for shape, step in steps.items()}
+
+    def _record(self, shape: Shape, step: Arrays, pool: tuple[int, int] | None) -> CapturedRun:
+        """Capture the steps of one shape. Without a `pool`, launch each once and capture nothing."""
+        assert self._tables is not None
+        tables, parts, buffers = self._tables[: shape.num_requests], filled_up({}, step), self._buffers
+        numbers = torch.from_numpy(np.concatenate(parts)).to(self._device)
+        sent = {**apart(numbers, step), "block_tables": tables}
+        no_tables = np.full((shape.num_requests, 1), self.null_block, np.int32)
+
+        def first(cuts: Cuts) -> None:
+            buffers.load(numbers, tables)
+            self._runs.first(sent, cuts)
+
+        captured = CapturedRun(sent, step, {}, {})
+        for cuts in WAYS:
+            buffers.write(parts, no_tables)
+            captured.first[cuts] = self._graph_of(partial(first, cuts), pool)
+            captured.following[cuts] = self._graph_of(partial(self._runs.following, sent, cuts), pool)
+        return captured
+
+    def _graph_of(self, run: Callable[[], object], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
+        run()  # the first call lets libraries initialize
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        if pool is not None:
+            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                run()
+        return graph
+
+    def clear(self) -> None:
+        self._captured, self._tables = {}, None
+
+
+def run_shape(num_rows: int, max_drafts: int) -> Shape:
+    """Return the shape of the first step of a captured run: its tokens, its rows with one for padding, and its logits.
+    As many tokens as rows would mark a decode step."""
+    num_tokens = num_rows * (max_drafts + 1)
+    return Shape(num_tokens + (num_tokens == num_rows + 1), num_rows + 1, num_rows)
+
+
+def empty_run(shape: Shape, has_states: bool) -> Arrays:
+    """Build the inputs of a run of padding tokens."""
+    rows = SamplingRows.greedy(shape.num_logits)
+    arrays = {name: getattr(rows, name) for name in FIELDS} | empty_step(shape, 0)
+    return arrays | ({STATE_ROWS: np.zeros(shape.num_tokens, np.int32)} if has_states else {})

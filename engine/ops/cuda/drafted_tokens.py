@@ -1,0 +1,59 @@
+"""Tokens that a draft model samples, which become the inputs of its next step without the host."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+
+
+class DraftedTokens:
+    """Tokens that a draft model has sampled since the beginning of a run, and its next inputs. Owns their memory.
+
+    `draft_ids` are the tokens of the target model for those of the draft model, i32; None: they are the same.
+    """
+
+    def __init__(self, max_drafts: int, max_rows: int, device: torch.device, draft_ids: Tensor | None = None):
+        self._draft_ids = draft_ids
+        self._counts = torch.zeros(2, dtype=torch.int32, device=device)  # the first one: steps since the beginning
+        self.drafts = torch.zeros(max_drafts, max_rows, dtype=torch.int32, device=device)  # by step and row
+        self.token_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+    def begin(self, positions: Tensor) -> None:
+        """Begin with no tokens behind these positions, i32 [S]."""
+        self._counts.zero_()
+        self.positions[: len(positions)].copy_(positions)
+
+    def add(self, token_ids: Tensor, counters: Tensor) -> None:
+        """Add a token for each row, i32 [S]. The `counters` of the random numbers, i64 [S], and the positions move on
+        by one."""
+        ids, count = self._draft_ids, len(token_ids)
+        _add[(1,)](
+            token_ids, token_ids if ids is None else ids, counters, self.positions, self.token_ids, self.drafts,
+            self._counts, count, 0 if ids is None else len(ids), self.drafts.stride(0), len(self.drafts),
+            triton.next_power_of_2(max(count, 16)), num_warps=1, **PDL,
+        )  # fmt: skip
+
+
+@kernel
+def _add(
+    token_ids, draft_ids, counters, positions, next_ids, drafts, counts, count, num_ids, stride, max_drafts,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    begin_next()
+    wait_for_inputs()
+    row = tl.arange(0, BLOCK)
+    is_in = row < count
+    step = tl.load(counts)
+    ids = tl.load(token_ids + row, mask=is_in, other=0)
+    mapped = tl.load(draft_ids + ids, mask=is_in & (ids >= 0) & (ids < num_ids), other=-1)
+    ids = tl.where(num_ids > 0, mapped, ids)
+    tl.store(next_ids + row, ids, mask=is_in)
+    tl.store(drafts + step * stride + row, ids, mask=is_in & (step < max_drafts))
+    tl.store(positions + row, tl.load(positions + row, mask=is_in, other=0) + 1, mask=is_in)
+    tl.store(counters + row, tl.load(counters + row, mask=is_in, other=0) + 1, mask=is_in)
+    tl.store(counts, step + 1)

@@ -1,0 +1,295 @@
+"""Drafts of a draft model, an MTP layer and an EAGLE-3 head on the GPU: they are those of the reference, and change no
+answer."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
+
+from engine.core.loop import EngineLoop  # noqa: E402
+from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
+from engine.executors import make_executor  # noqa: E402
+from engine.executors.cuda.draft_graphs import DraftGraphs, run_shape  # noqa: E402
+from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer  # noqa: E402
+from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.executors.draft_policy import DraftPolicy  # noqa: E402
+from engine.executors.draft_slots import SlotSizes  # noqa: E402
+from engine.executors.drafting import with_drafts  # noqa: E402
+from engine.executors.memory import allocate_cache  # noqa: E402
+from engine.executors.model_drafts import DraftRow, ModelDrafts  # noqa: E402
+from engine.executors.mtp_drafts import MtpDrafts  # noqa: E402
+from engine.exporting.export import ExportOptions, export  # noqa: E402
+from engine.exporting.manifest import Manifest  # noqa: E402
+from engine.models.eagle3 import FILE  # noqa: E402
+from engine.settings.config import Config  # noqa: E402
+from tests import eagle3_checkpoints, mtp_checkpoints  # noqa: E402
+from tests.cuda.arrays import array  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
+from tests.pure.executors.test_draft_model import check_answers, run  # noqa: E402
+
+# The interpreter tells of what a GPU does without a word.
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{what} encountered") for what in ("overflow", "invalid value")]
+BLOCK_SIZE, NUM_DRAFTS = 16, 4
+BASE = Config(
+    max_dec_len=64,
+    batch_size=8,
+    max_num_batched_tokens=48,
+    device="cpu",
+    cudagraph_capture_sizes="1,2,4,8",
+    batch_invariant=True,
+    block_ratio=0.9,
+    speculate_max_draft_token_num=NUM_DRAFTS,
+)
+MTP = ("glm4_moe", "ernie4_5_moe", "qwen3_5_text", "deepseek_v3", "glm4_moe_lite")
+LAYERS = [*[("mtp", family) for family in MTP], ("eagle3", "llama"), ("eagle3", "qwen3")]
+
+
+def export_mtp(folder: Path, out: Path, family: str, dtype: str, is_right: bool) -> None:
+    checkpoint = mtp_checkpoints.make_mtp_checkpoint(folder, family)
+    if is_right:
+        mtp_checkpoints.make_right(checkpoint, family)
+    export(checkpoint, out, ExportOptions(dtype, block_size=BLOCK_SIZE, mtp=True))
+
+
+def export_eagle3(folder: Path, out: Path, family: str, dtype: str, is_right: bool) -> None:
+    model = eagle3_checkpoints.make_model(folder / "model", family)
+    head = eagle3_checkpoints.make_head(folder / "head", family, model)
+    if is_right:
+        eagle3_checkpoints.make_right(model, head)
+    export(model, out, ExportOptions(dtype, block_size=BLOCK_SIZE, eagle3=str(head)))
+
+
+@pytest.fixture(scope="session")
+def with_layer(tmp_path_factory):
+    """Return a function that exports a model with its MTP layer or with an EAGLE-3 head. They are kept in build/golden,
+    which can be copied to a machine without Paddle."""
+
+    def make(method: str, family: str, dtype: str = "float32", is_right: bool = False) -> Path:
+        out = ROOT / "build/golden" / "-".join([method, family, dtype, *["right"] * is_right])
+        if not out.exists():
+            write = export_mtp if method == "mtp" else export_eagle3
+            write(tmp_path_factory.mktemp(family) / "checkpoint", out, family, dtype, is_right)
+        return out
+
+    return make
+
+
+def source_of(executor, model_dir, config, draft_dir=None):
+    """Return the source of drafts for the model that `executor` runs, as the settings say."""
+    model = Manifest.read(model_dir)
+    if draft_dir is None:
+        return MtpDrafts(CudaMtpLayer(executor, model, config), model.vocab_size, config.speculate_method)
+    sizes = SlotSizes.of(model, config.batch_size)
+    return ModelDrafts(CudaDraftModel.load(draft_dir, executor, config, sizes), model.vocab_size)
+
+
+@pytest.mark.parametrize(("method", "family"), LAYERS)
+@pytest.mark.parametrize("use_cudagraph", [False] if IS_INTERPRETED else [False, True])
+def test_drafts_behind_a_prompt_are_those_of_the_reference(method, family, use_cudagraph, with_layer, device):
+    """The prompts are computed in chunks of 24 tokens, and then once more with what the prefix cache has of them."""
+    graph_dir = with_layer(method, family)
+    config = replace(BASE, speculate_method=method, use_cudagraph=use_cudagraph)
+    executor = CudaExecutor(graph_dir, config, device.type)
+    source = source_of(executor, graph_dir, config)
+    drafting = with_drafts(executor, config, None, source)
+    drafting.allocate(60)
+    model, logits, drafts = source._model, [], []
+    compute, launch, ids = model._runs._program, model.run, np.arange(executor._vocab_size)
+    if (graph_dir / FILE).exists():
+        ids = np.load(graph_dir / FILE)
+
+    def program(inputs):
+        outputs = compute(inputs)
+        logits.extend(array(outputs.logits).copy())
+        return outputs
+
+    model._runs._program = program
+    model.run = lambda rows, count: [made := launch(rows, count), drafts.extend(made)][0]
+    with np.load(ROOT / f"tests/golden/{method}/{family}.npz") as known:
+        loop = EngineLoop(drafting, 60, replace(config, max_num_batched_tokens=24))
+        for length in (3, 70) if IS_INTERPRETED else (3, 70, 70):
+            prompt = known[f"prompt_{length}"].tolist()
+            request = Request("0", list(prompt), length, Sampling(8, temperature=0))
+            loop.add(request)
+            logits.clear()
+            drafts.clear()
+            while not drafts:
+                loop.step()
+            assert request.token_ids[length] == known[f"first_{length}"]
+            assert drafts[0] == known[f"tokens_{length}"].tolist()
+            if not use_cudagraph:
+                found = torch.log_softmax(torch.tensor(np.stack(logits[:NUM_DRAFTS])), -1).numpy()
+                np.testing.assert_allclose(found, known[f"logprobs_{length}"], rtol=0, atol=1e-3)
+                assert ids[found.argmax(1)].tolist() == drafts[0]
+            while not loop.is_idle:
+                loop.step()
+    assert loop.stats()["num_cached_tokens"] == (0 if IS_INTERPRETED else 64)
+    drafting.close()
+
+
+CASES = {
+    "mtp, right": ("mtp", "glm4_moe", "float32", True, 400),
+    "mtp, right, tiny pool": ("mtp", "glm4_moe", "float32", True, 14),
+    "mtp, right, bfloat16": ("mtp", "glm4_moe", "bfloat16", True, 400),
+    "mtp, wrong, with states": ("mtp", "qwen3_5_text", "float32", False, 400),
+    "eagle3, right": ("eagle3", "qwen3", "float32", True, 400),
+    "eagle3, right, tiny pool": ("eagle3", "qwen3", "bfloat16", True, 14),
+    "eagle3, wrong": ("eagle3", "llama", "float32", False, 400),
+    "draft, right": ("draft", "qwen2", "float32", True, 400),
+    "draft, right, tiny pool": ("draft", "qwen2", "bfloat16", True, 14),
+    "draft, wrong": ("draft", "llama3", "float32", False, 400),
+}
+
+
+@pytest.fixture
+def models(exported, with_layer):
+    """Return a function that returns the graph of a case, and that of its draft model."""
+
+    def of(method, family, dtype, is_right):
+        if method == "draft":
+            return exported("qwen2", dtype, block_size=BLOCK_SIZE), exported(family, dtype, block_size=BLOCK_SIZE)
+        return with_layer(method, family, dtype, is_right), None
+
+    return of
+
+
+class Replayed:
+    """Stands for a captured graph where nothing can be captured: a replay launches everything anew."""
+
+    def __init__(self, run):
+        self.replay = run
+
+
+@pytest.fixture
+def capturing(device, monkeypatch):
+    """Let draft models use captured graphs. The interpreter captures nothing, but replays have static inputs there."""
+    if device.type == "cuda":
+        return
+    create = DraftGraphs.__init__
+    monkeypatch.setattr(DraftGraphs, "_graph_of", lambda graphs, run, pool: Replayed(run))
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: (0, 0))
+
+    def with_shapes(graphs, runs, config, sizes, device):
+        create(graphs, runs, config, sizes, device)
+        graphs._shapes = [run_shape(count, sizes.max_drafts) for count in (2, 4) if config.use_cudagraph]
+
+    monkeypatch.setattr(DraftGraphs, "__init__", with_shapes)
+
+
+def placed(slots, num_tokens, num_blocks):
+    """Return a batch in which requests take slots and blocks."""
+    samplings = [Sampling(50, temperature=0.8 * (slot % 2), seed=slot, top_p=0.9) for slot in slots]
+    blocks = [range(slot * num_blocks, (slot + 1) * num_blocks) for slot in slots]
+    rows = [Row(slot, 0, [0] * num_tokens, [each]) for slot, each in zip(slots, blocks, strict=True)]
+    return Batch(rows, [Arrival(*each, [0], 1, given) for each, given in zip(zip(slots), samplings, strict=True)])
+
+
+@pytest.mark.usefixtures("capturing", "products_are_chains_of_sums")
+@pytest.mark.parametrize(("method", "family"), [("draft", "qwen2"), ("eagle3", "qwen3"), ("mtp", "ernie4_5_moe")])
+def test_replayed_runs_draft_what_launched_ones_do(method, family, models, device):
+    """The first run has as many tokens as fit, the next ones fewer, and other numbers of rows."""
+    graph_dir, draft_dir = models(method, family, "float32", False)
+    found = []
+    for use_cudagraph in (False, True):
+        config = replace(BASE, speculate_method=method, use_cudagraph=use_cudagraph, cudagraph_capture_sizes="2,4")
+        executor = CudaExecutor(graph_dir, config, device.type)
+        model = source_of(executor, graph_dir, config, draft_dir)._model
+        model.allocate(24)
+        if use_cudagraph:
+            model._graphs.capture(24, lambda run: None)
+        for cache in model._caches.tensors.values():
+            cache.zero_()  # the rows below leave gaps
+        model.place(placed([0, 1, 2, 3], 40, 6))
+        if method != "draft":
+            states = model._runs.states
+            states.copy_(torch.randn(states.shape, generator=torch.Generator().manual_seed(0)))
+        drafts, replayed = [], []
+        replay = model._graphs._replay
+        model._graphs._replay = lambda *given: [replayed.append(1), replay(*given)]  # noqa: B023
+        for lengths, start, depth in (([5, 5, 5, 5], 0, 4), ([1, 3], 5, 4), ([5, 1, 2], 14, 2), ([2], 20, 1)):
+            rows = [
+                DraftRow(slot, start, [7 * slot + n for n in range(length)], True, start, np.arange(1, length + 1))
+                for slot, length in enumerate(lengths)
+            ]
+            drafts.append(model.run(rows, depth))
+            assert [len(each) for each in drafts[-1]] == [depth] * len(lengths)
+        assert len(replayed) == 4 * use_cudagraph
+        found.append(drafts)
+        executor.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="takes minutes with the interpreter")
+@pytest.mark.parametrize("use_cudagraph", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_answers_with_drafts_are_those_without(case, use_cudagraph, models, device):
+    """All drafts are verified. The second round finds the prompts of the first in the prefix cache."""
+    method, family, dtype, is_right, num_blocks = CASES[case]
+    graph_dir, draft_dir = models(method, family, dtype, is_right)
+    config = replace(BASE, use_cudagraph=use_cudagraph)
+    executor = CudaExecutor(graph_dir, config, device.type)
+    executor.allocate(400)
+    expected, _ = run(executor, config, 400)
+    drafting = replace(config, speculate_method=method)
+    source = source_of(executor, graph_dir, drafting, draft_dir)
+    executor = with_drafts(executor, drafting, None, source)
+    stats = check_answers(executor, (drafting, num_blocks), expected, is_right)
+    assert stats[f"num_drafted_tokens/{method}/1"] > 0
+
+
+def answers(executor, config, num_blocks):
+    """Return the answers to a greedy and to a seeded request, and how many of their drafts were accepted."""
+    loop, requests = EngineLoop(executor, num_blocks, config), []
+    for index, temperature in enumerate((0.0, 0.9)):
+        prompt = [(31 * index + 7 * n) % 300 for n in range(4 + 17 * index)]
+        sampling = Sampling(8 if IS_INTERPRETED else 60, temperature=temperature, top_p=0.95, seed=index)
+        requests.append(Request(str(index), prompt, len(prompt), sampling))
+        loop.add(requests[-1])
+    while not loop.is_idle:
+        loop.step()
+    return [request.token_ids for request in requests], loop.stats()["num_accepted_tokens"]
+
+
+@pytest.mark.usefixtures("products_are_chains_of_sums")
+@pytest.mark.parametrize(("method", "family"), [("mtp", "ernie4_5_moe"), ("eagle3", "qwen3"), ("draft", "qwen2")])
+def test_captured_and_launched_drafts_are_right(method, family, models, device, monkeypatch):
+    """The cache is as large as memory allows, so that all warm-up steps run. With the policy, the numbers of drafts
+    differ from row to row."""
+    graph_dir, draft_dir = models(method, family, "float32", True)
+    replayed, replay = [], DraftGraphs._replay
+    monkeypatch.setattr(DraftGraphs, "_replay", lambda graphs, *given: [replayed.append(1), replay(graphs, *given)])
+    executor = CudaExecutor(graph_dir, BASE, device.type)
+    executor.allocate(40)
+    expected, _ = answers(executor, BASE, 40)
+    executor.close()
+    for policy in (None,) if IS_INTERPRETED else (None, DraftPolicy()):
+        config = replace(BASE, speculate_method=method, block_bs=4.0)
+        executor = CudaExecutor(graph_dir, config, device.type)
+        drafting = with_drafts(executor, config, policy, source_of(executor, graph_dir, config, draft_dir))
+        num_blocks = allocate_cache(drafting, config, Manifest.read(graph_dir).max_seq_len)
+        found, num_accepted = answers(drafting, config, num_blocks)
+        drafting.close()
+        assert found == expected
+        assert policy or num_accepted > 0
+    assert bool(replayed) == (device.type == "cuda")
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the settings need a GPU")
+@pytest.mark.parametrize(("method", "family"), [("mtp", "glm4_moe"), ("eagle3", "qwen3")])
+def test_the_executor_of_the_settings_drafts(method, family, with_layer, device):
+    graph_dir, found = with_layer(method, family, "float32", True), []
+    for config in (replace(BASE, device="gpu"), replace(BASE, device="gpu", speculate_method=method)):
+        executor = make_executor(graph_dir, config)
+        executor.allocate(60)
+        loop = EngineLoop(executor, 60, config)
+        request = Request("0", [5, 6, 7], 3, Sampling(200, temperature=0))
+        loop.add(request)
+        while not loop.is_idle:
+            loop.step()
+        found.append(request.token_ids)
+        executor.close()
+    assert found[0] == found[1]
+    assert loop.stats()[f"num_drafted_tokens/{method}/1"] > 0
