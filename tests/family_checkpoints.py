@@ -6,6 +6,7 @@ The tensors are those that the network of the family asks for: transformers refu
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from engine.models.weights import Shard, weights_of
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
 from tests.checkpoints import write_tensors
 from tests.mixture_checkpoints import MIXTURES, QWEN3_5_MOE, as_released
+from tests.vision_checkpoints import VISION_FAMILIES, as_stored, write_processor
 
 WINDOW = 128
 COMMON = {
@@ -246,7 +248,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
     },
 }
-ALL = FAMILIES | MIXTURES
+ALL = FAMILIES | MIXTURES | VISION_FAMILIES
 CPU_ONLY = {each.model_type for each in support.FAMILIES if not each.runs_on_gpus}
 ON_GPUS = [name for name, keys in ALL.items() if keys.get("model_type", name) not in CPU_ONLY]
 # Blocks of each cache group, so few that requests are preempted, where 20 are enough.
@@ -291,6 +293,8 @@ SEEDS: dict[str, int] = {
     "qwen3_5_moe": 1,
     "qwen3_5_moe_text": 0,
     "qwen3_next": 0,
+    "paddleocr_vl": 0,
+    "qwen2_5_vl": 1,
 }
 
 
@@ -315,20 +319,22 @@ def make_checkpoint(directory: Path, family: str, seed: int | None = None, **ove
     tensors = as_released(config["model_type"], dict(random_tensors(config, seed)))
     write_tensors(directory / "model.safetensors", tensors)
     write_tokenizer(directory)
+    write_processor(directory, config["model_type"])
     return directory
 
 
 def random_tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every tensor of the family, float32, one after another from one random stream."""
     rng = np.random.default_rng(seed)
-    network = read_model(config).network(Shard(FLOAT32, "float32", block_size=64))
-    shapes = {part.tensor: part.shape for weight in weights_of(network).values() for part in weight.parts}
-    offsets = {part.tensor: weight.offset for weight in weights_of(network).values() for part in weight.parts}
+    networks = read_model(config).networks(Shard(FLOAT32, "float32", block_size=64)).values()
+    weights = [weight for network in networks for weight in weights_of(network).values()]
+    shapes = {part.tensor: part.shape for weight in weights for part in weight.parts}
+    offsets = {part.tensor: weight.offset for weight in weights for part in weight.parts}
     for name, shape in sorted(shapes.items()):
         scale, mean = _distribution(name, shape, config)
         values = mean - offsets[name] + scale * rng.standard_normal(shape, np.float32)
-        stored = name.replace("model.", "model.language_model.", 1) if "text_config" in config else name
-        yield stored, values.astype(np.float32)
+        stored = re.sub(r"^model\.", "model.language_model.", name) if "text_config" in config else name
+        yield as_stored(config, stored, values.astype(np.float32))
     for name in OTHER_PARTS.get(config["model_type"], ()):
         yield name, np.ones(8, np.float32)
 
@@ -342,7 +348,7 @@ def _distribution(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> 
     if name.endswith("sinks"):
         return 1.0, 0.0
     is_gemma = "gemma" in config["model_type"]  # which multiplies embeddings
-    if "norm" in name:
+    if "norm" in name or "ln_q" in name:
         return 0.1, 6.0 if is_gemma and name == "model.norm.weight" else 1.0
     if "embed_tokens" in name:
         return (0.05 if is_gemma else 0.5) if config["tie_word_embeddings"] else 1.0, 0.0

@@ -13,8 +13,10 @@ from engine.exporting.manifest import Manifest, rank_dir
 from engine.graph import load
 from engine.graph.run import run_graph
 from engine.models.kv_cache import CacheSpec
+from engine.models.layers import EMBEDDING_ROWS, POSITIONS, SPAN_EMBEDDINGS
 from engine.ops import reference
 from engine.ops.cpu.paddle_ops import register_paddle_ops
+from tests.checkpoints import COMMON
 
 Run = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]  # a step's inputs to its outputs
 
@@ -31,6 +33,7 @@ class PagedModel:
         pool = np.random.default_rng(0).permutation(num_groups * num_requests * num_blocks).astype(np.int32)
         self.block_tables = pool.reshape(num_groups, num_requests, num_blocks)
         self.context_lens = [0] * num_requests
+        self.takes_spans = EMBEDDING_ROWS in model.graph().inputs
         self._run = run
 
     @classmethod
@@ -91,6 +94,10 @@ class PagedModel:
         for request, count in zip(requests, counts, strict=True):
             self.context_lens[request] += count
         arrays = {name: array.astype(np.int32) for name, array in inputs.items()}
+        if self.takes_spans:  # text alone, whose three positions are equal
+            arrays[POSITIONS] = np.tile(arrays[POSITIONS], (3, 1))
+            arrays[EMBEDDING_ROWS] = np.full(starts[-1], -1, np.int32)
+            arrays[SPAN_EMBEDDINGS] = np.zeros((0, COMMON["hidden_size"]), np.float32)
         return self._run(arrays | self.caches)["logits"]
 
     def prefill(self, prompt: list[int], chunk: int, num_logits: int = 1) -> np.ndarray:

@@ -40,6 +40,10 @@ class KVCacheManager:
         chunk = self._limits.max_batched_tokens
         return sum(sum(group.max_blocks(each, size, chunk) for each in (own, *of_forks)) for group in self.groups)
 
+    def num_found(self, request: Request) -> int:
+        """Return how many leading tokens `allocate_prompt` would find in the prefix cache now, at least."""
+        return 0 if self._has_states else self._prefix_cache.find(request).num_blocks * self.pool.block_size
+
     def allocate_prompt(self, request: Request, slot: int, running: Collection[Request]) -> bool:
         """Allocate the blocks of its tokens, of a sliding window those of its first chunk, and reuse cached ones.
         Return False when it has to wait. A request that is alone may always take everything. `slot`: that it will

@@ -12,6 +12,7 @@ from engine.core.beam_driver import BeamDriver
 from engine.core.block_pool import BlockPool
 from engine.core.draft_counts import DraftCounts
 from engine.core.grammar import CompilationQueue, Grammars
+from engine.core.image_queue import ImageQueue, VisionEncoder
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.prefill_jobs import PrefillJobs
 from engine.core.remote_prefill import PullCounters, RemotePrefill
@@ -21,7 +22,7 @@ from engine.core.updates import FAILED, Update
 from engine.errors import RequestError, queue_full
 from engine.settings.config import Config
 
-WAIT_S = 0.005  # to wait for grammars or blocks while there is nothing to compute; then new requests are read
+WAIT_S = 0.005  # to wait for grammars, blocks or images while no step can be computed; then new requests are read
 STEP_MARGIN = 3.0  # a step of n tokens takes at most this times as long as n steps of one token
 
 
@@ -68,7 +69,9 @@ class EngineLoop:
             executor.takes_spans,
             executor.max_drafts,
         )
-        self.scheduler = Scheduler(pool, limits)
+        encoder: VisionEncoder | None = getattr(executor, "vision", None)
+        self._images = ImageQueue(encoder) if encoder else None
+        self.scheduler = Scheduler(pool, limits, self._images)
         self._beams = BeamDriver(self.scheduler)
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
         self._grammars = grammars
@@ -137,8 +140,12 @@ class EngineLoop:
             self._grammars.poll()
         if self._compiling:
             updates += self._take_compiled()
-        if not self._steps and not self._launch() and not self.is_idle:
-            self._wait()
+        has_step = bool(self._steps) or self._launch()
+        images = self._images if self._images and self._images.is_busy else None
+        if images:
+            images.advance()
+        if not has_step and not self.is_idle:
+            images.wait(WAIT_S) if images else self._wait()
         return updates
 
     def _enter(self, request: Request, replay: bool) -> None:
@@ -228,7 +235,8 @@ class EngineLoop:
         output = step.result()
         self._steps.popleft()
         now = time.monotonic()
-        duration_s = now - self._running[1]
+        # A part of an image that was launched before the step is not a part of it.
+        duration_s = now - max(self._running[1], min(now, self._images.ended_at if self._images else 0.0))
         if self._steps:
             self._running = self._steps[0][1], now
         self._step_time_s += duration_s

@@ -4,6 +4,7 @@ steps and the clock."""
 from __future__ import annotations
 
 from engine.core.block_pool import OutOfBlocks
+from engine.core.image_queue import ImageQueue, without_computable
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits
 from engine.core.types import Arrival, Copy, Request, State
@@ -26,8 +27,9 @@ class RunningQueue:
     run and share its blocks.
     """
 
-    def __init__(self, cache: KVCacheManager, limits: Limits, counters: Counters):
+    def __init__(self, cache: KVCacheManager, limits: Limits, counters: Counters, images: ImageQueue | None = None):
         self.cache = cache
+        self._images = images
         self.waiting = WaitingQueue()  # without forks: their leaders wait for them
         self.running: dict[str, Request] = {}  # oldest first
         self.leader_of: dict[str, Request] = {}  # of forks whose prompt is not computed yet
@@ -90,12 +92,19 @@ class RunningQueue:
 
     def admit(self, is_ahead: bool, max_tokens: int | None = None) -> Request | None:
         """Start the first waiting request, or one of the next that fits, with blocks and slots. Return it, or None if
-        none can start. `is_ahead`: a step is running. `max_tokens`: longer requests are skipped."""
+        none can start. `is_ahead`: a step is running. `max_tokens`: longer requests are skipped. Requests whose images
+        are not encoded yet are passed by all others."""
         passed: list[Request] = []
-        for request in self.waiting.first(LOOK_AHEAD, max_tokens):
+        for request in self.waiting.ready(max_tokens):
+            if len(passed) == LOOK_AHEAD:
+                return None
             if is_ahead and request.needs_output_tokens:  # its slot may be that of a request in the running step
                 return None
             has_slots = len(request.forks) < len(self._free_slots)
+            if has_slots and self._lacks_images(request):
+                if self._images and self._images.is_full:
+                    return None
+                continue
             if has_slots and self.cache.allocate_prompt(request, self._free_slots[-1], self.running.values()):
                 for each in passed:
                     each.num_passed += 1
@@ -105,6 +114,12 @@ class RunningQueue:
                 return None
             passed.append(request)
         return None
+
+    def _lacks_images(self, request: Request) -> bool:
+        """Return whether a request has to wait for embeddings of images. What the prefix cache has needs none."""
+        if not self._images or not any(span.pixels for span in request.spans):
+            return False
+        return not self._images.has_embeddings(request, self.cache.num_found(request))
 
     def _begin(self, request: Request) -> None:
         self.waiting.begin(request)
@@ -116,6 +131,7 @@ class RunningQueue:
         for each in (request, *request.forks):
             each.slot = self._free_slots.pop()
             self._arrivals.append(_arrival(each, token_ids, num_computed))
+            each.spans = without_computable(each.spans)
             num_computed = request.prompt_len  # forks do not compute the prompt
         if request.num_preemptions == 0:  # a preempted request finds its own blocks, which do not count as cached
             self._counters.num_prompt_tokens += len(request.token_ids)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from engine.core import prompt_outputs
 from engine.core.block_pool import BlockPool
 from engine.core.grammar import MaskRow
+from engine.core.image_queue import ImageQueue
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.running_queue import LOOK_AHEAD, RunningQueue
@@ -34,7 +35,8 @@ class Scheduler:
     that step are then PENDING. What a step computes for a request that has ended meanwhile is ignored.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits):
+    def __init__(self, pool: BlockPool, limits: Limits, images: ImageQueue | None = None):
+        """`images` encodes the images of requests; without it, requests with pixels are refused."""
         assert limits.max_batched_tokens >= limits.max_batch
         self.pool = pool
         self.limits = limits
@@ -42,7 +44,8 @@ class Scheduler:
         self.now = 0.0  # seconds since the epoch, set by the loop before each step
         self.max_drafts = limits.max_drafts  # draft tokens of a row; the loop may set it before each step
         self._cache = KVCacheManager(pool, limits)
-        self._queue = RunningQueue(self._cache, limits, self.counters)
+        self._queue = RunningQueue(self._cache, limits, self.counters, images)
+        self._reads_images = images is not None
         self.waiting, self.running = self._queue.waiting, self._queue.running
         self._launched: deque[list[Launched]] = deque()  # steps that were not applied yet
         self._num_prompt_logits_left = limits.max_prompt_logits  # of the next batch
@@ -65,6 +68,8 @@ class Scheduler:
             prompt_outputs.refuse_if_wanted(request)
         if request.spans and not self.limits.takes_spans:
             raise InvalidRequest("the model takes text only: prompts cannot have images or other embeddings")
+        if not self._reads_images and any(span.pixels and not span.embeddings for span in request.spans):
+            raise InvalidRequest("this device cannot compute the model's vision network: prompts cannot have images")
         check_spans(request.spans, request.prompt_len)
         self._queue.add(request, replay)
 

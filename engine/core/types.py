@@ -132,6 +132,7 @@ class Request:
     awaits_blocks: bool = False  # from a prefill instance; it is not admitted meanwhile
     num_pulled: int = 0  # tokens whose blocks a prefill instance has computed for it
     num_passed: int = 0  # later requests that were admitted before it
+    images_from: int = -1  # position from which on the embeddings of images are missing; -1: it waits for none
     prompt_outputs_sent: bool = False  # with its first update
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # see PromptOutputs, as the next two
     pooled: bytes = b""

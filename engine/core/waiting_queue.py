@@ -39,11 +39,16 @@ class WaitingQueue:
         return (request for *_, request in self._order)
 
     def first(self, count: int, max_tokens: int | None = None) -> list[Request]:
-        """Return the first `count` requests that await no blocks, of those with at most `max_tokens` tokens if that is
+        """Return the first `count` requests of `ready`."""
+        return list(islice(self.ready(max_tokens), count))
+
+    def ready(self, max_tokens: int | None = None) -> Iterator[Request]:
+        """Yield the requests that await no blocks and no images, of those with at most `max_tokens` tokens if that is
         given."""
         limit = inf if max_tokens is None else max_tokens
-        may_start = (each for *_, each in self._order if not each.awaits_blocks and len(each.token_ids) <= limit)
-        return list(islice(may_start, count))
+        for *_, request in self._order:
+            if not request.awaits_blocks and request.images_from < 0 and len(request.token_ids) <= limit:
+                yield request
 
     def get(self, request_id: str) -> Request | None:
         """Return the request, or None if it does not wait."""

@@ -58,6 +58,7 @@ class RanksExecutor:
         self.block_size, self.block_bytes = first.block_size, first.block_bytes
         self.runs_ahead, self.max_prompt_logits = first.runs_ahead, first.max_prompt_logits
         self.takes_spans, self.max_drafts = first.takes_spans, first.max_drafts
+        self.vision = getattr(first, "vision", None)  # this rank encodes images and sends the others the embeddings
         self.cache_groups = first.cache_groups
         self.thread = getattr(first, "thread", None)  # in which `compute` may be called; None: in none
         self._first = first

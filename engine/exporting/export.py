@@ -34,6 +34,7 @@ from engine.models.paddle_checkpoint import as_in_transformers
 from engine.models.paddlenlp import rank_files, read_export
 from engine.models.quantization import read_quantization, unused_settings
 from engine.models.stacked_experts import with_single_experts
+from engine.models.vision_checkpoint import with_tower
 from engine.models.weights import Shard, Weight, weights_of
 from engine.settings.setting import json_object
 from engine.text.sentencepiece import model_file
@@ -176,7 +177,7 @@ def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint
         return read_export(directory)
     keys = read_json(directory / CONFIG)
     quantizations = read_quantization(keys)
-    keys, tensors = as_in_transformers(*text_part(keys, open_tensors(directory)))
+    keys, tensors = as_in_transformers(*text_part(*with_tower(keys, open_tensors(directory))))
     return keys, Checkpoint(with_single_experts(keys, tensors), quantizations)
 
 

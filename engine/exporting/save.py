@@ -16,21 +16,22 @@ from paddle.base.framework import EagerParamBase
 from engine.core.cache_groups import STATE, table_name
 from engine.exporting.manifest import GraphManifest
 from engine.models.checkpoint import Checkpoint
-from engine.models.decoder import Decoder
-from engine.models.layers import PREVIOUS_STATES, SPAN_EMBEDDINGS, Run
+from engine.models.layers import PREVIOUS_STATES, SPAN_EMBEDDINGS, Network, Run
+from engine.models.vision import GRID_WEIGHTS, PATCHES
 from engine.models.weights import Constant, Weight, found_in, weights_of
 from engine.ops import build
 from engine.ops.cpu.paddle_ops import register_paddle_ops
 from engine.paddle_files import write_params
 
 REPORT_EVERY_S = 2.0
+FLOATS = (SPAN_EMBEDDINGS, PREVIOUS_STATES, PATCHES, GRID_WEIGHTS)  # inputs that are no whole numbers
 Kind = tuple[tuple[int, ...], Any]  # of a parameter: its shape and its dtype as Paddle calls it
 
 
 class Traced(nn.Layer):
     """A network with its parameters and the names of its inputs, as Paddle wants it."""
 
-    def __init__(self, network: Decoder, graph: GraphManifest, params: Mapping[str, EagerParamBase]):
+    def __init__(self, network: Network, graph: GraphManifest, params: Mapping[str, EagerParamBase]):
         super().__init__()
         self._network, self._params = network, dict(params)
         self._names = [*graph.inputs, *(cache.name for cache in graph.caches)]
@@ -45,7 +46,7 @@ class Traced(nn.Layer):
 
 def save_graph(
     directory: Path,
-    network: Decoder,
+    network: Network,
     graph: GraphManifest,
     checkpoint: Checkpoint | None,
     progress: Callable[[str], None],
@@ -66,7 +67,7 @@ def save_graph(
         paddle.jit.save(traced, str(directory / Path(graph.program).stem), input_spec=[_input_specs(graph, network)])
 
 
-def _named(network: Decoder) -> list[tuple[str, Constant | Weight]]:
+def _named(network: Network) -> list[tuple[str, Constant | Weight]]:
     constants = {constant.name: constant for constant in found_in(network, Constant)}
     return sorted((constants | dict(weights_of(network))).items())
 
@@ -113,16 +114,14 @@ def _dtype_of(array: np.ndarray) -> Any:
     return "bfloat16" if array.dtype == np.uint16 else array.dtype.name
 
 
-def _input_specs(graph: GraphManifest, network: Decoder) -> list[paddle.static.InputSpec]:
+def _input_specs(graph: GraphManifest, network: Network) -> list[paddle.static.InputSpec]:
     """Return the input specifications: the inputs of a step, followed by the caches."""
     shapes = network.input_shapes | {
         table_name(index): (None, group.num_parts if group.kind == STATE else None)
         for index, group in enumerate(graph.cache_groups)
     }
     step = [
-        paddle.static.InputSpec(
-            list(shapes.get(name, (None,))), "float32" if name in (SPAN_EMBEDDINGS, PREVIOUS_STATES) else "int32", name
-        )
+        paddle.static.InputSpec(list(shapes.get(name, (None,))), "float32" if name in FLOATS else "int32", name)
         for name in graph.inputs
     ]
     caches = [

@@ -180,8 +180,10 @@ def _tensors(weights: bytes) -> dict[str, np.ndarray]:
     for name, tensor in stored.items():
         if tensor["dtype"] not in DTYPES:
             raise AdapterError(f"tensor {name} has dtype {tensor['dtype']}, supported are {', '.join(DTYPES)}")
-    return {
-        name: np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])  # type: ignore
+    return {  # of a model that reads images, transformers 5 calls the decoder `language_model`
+        name.replace(f"{PREFIX}model.language_model.", f"{PREFIX}model.", 1): np.frombuffer(
+            tensor["data"], DTYPES[tensor["dtype"]]
+        ).reshape(tensor["shape"])  # type: ignore
         for name, tensor in stored.items()
     }
 

@@ -20,6 +20,7 @@ from engine.models.weights import Shard
 if TYPE_CHECKING:
     from engine.models.decoder import Decoder  # the decoder module imports this one
     from engine.models.eagle3 import Eagle3Head
+    from engine.models.layers import Network
 
 DECODER = "decoder"  # name of the graph that generates tokens
 MTP = ("mtp.", "model.mtp")  # tensor names of layers that only draft tokens
@@ -66,7 +67,7 @@ class DecoderConfig(ABC):
     def network(self, shard: Shard) -> Decoder:
         """Return the network of one rank."""
 
-    def networks(self, shard: Shard) -> dict[str, Decoder]:
+    def networks(self, shard: Shard) -> dict[str, Network]:
         """Return, by name, the networks of one rank, each of which is exported as a graph. A family that also drafts
         tokens or reads images adds its networks to the decoder."""
         network = self.network(shard)

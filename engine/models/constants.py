@@ -14,5 +14,5 @@ from engine.models.weights import Constant, Shard, found_in
 
 def constants_of(model_dir: Path) -> dict[str, np.ndarray]:
     """Return the constants of a checkpoint or an exported model by name. They are equal on all ranks."""
-    network = read_model(read_json(model_dir / "config.json")).network(Shard(FLOAT32, "float32", 1))
-    return {constant.name: constant.values for constant in found_in(network, Constant)}
+    networks = read_model(read_json(model_dir / "config.json")).networks(Shard(FLOAT32, "float32", 1))
+    return {each.name: each.values for network in networks.values() for each in found_in(network, Constant)}

@@ -20,7 +20,7 @@ from engine.models.config import DECODER, DecoderConfig
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.formats import head_format
 from engine.models.keys import ModelError, an_object, read_json, whole_number
-from engine.models.layers import LOGIT_ROWS, PREVIOUS_STATES, Embedding, Head, Linear, Norm, Place, Run, Tensor
+from engine.models.layers import LOGIT_ROWS, PREVIOUS_STATES, Embedding, Head, Linear, Network, Norm, Place, Run, Tensor
 from engine.models.llama import Llama
 from engine.models.mlp import GatedMlp
 from engine.models.mtp import DraftDecoder, input_part
@@ -86,7 +86,7 @@ class Eagle3Head:
         """Return the head for sequences of at most `max_seq_len` tokens."""
         return replace(self, config=self.config.for_length(max_seq_len))
 
-    def networks(self, network: Decoder, shard: Shard) -> dict[str, Decoder]:
+    def networks(self, network: Decoder, shard: Shard) -> dict[str, Network]:
         """Return the network of the model, which also returns what the head reads, and that of the head."""
         top, size = Place(shard, prefix=PREFIX), self.config.hidden_size
         projections = tuple(

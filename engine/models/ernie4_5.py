@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
 from engine.models.layers import Place
-from engine.models.mtp import ERNIE, MtpFamily
+from engine.models.mtp import ERNIE, MtpFamily, MtpLayout
 from engine.models.weights import Shard
 
 # The defaults of transformers for keys that config.json does not have
@@ -23,7 +23,7 @@ class Ernie45(MtpFamily):
     """Configuration of an ERNIE 4.5 model."""
 
     use_bias: bool
-    mtp_layout = ERNIE
+    mtp_layout: ClassVar[MtpLayout | None] = ERNIE
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Ernie45:

@@ -26,8 +26,10 @@ from engine.models.mistral import Mistral
 from engine.models.mixtral import Mixtral
 from engine.models.olmo2 import Olmo2, Olmo3
 from engine.models.olmoe import Olmoe
+from engine.models.paddleocr_vl import PaddleOcrVl
 from engine.models.phi3 import Phi3
 from engine.models.qwen2 import Qwen2
+from engine.models.qwen2_5_vl import Qwen25Vl
 from engine.models.qwen2_moe import Qwen2Moe
 from engine.models.qwen3 import Qwen3
 from engine.models.qwen3_5 import Qwen35
@@ -77,6 +79,8 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
     "dots1": Dots1,
     "minimax_m2": MiniMaxM2,
     "granitemoe": GraniteMoe,
+    "paddleocr_vl": PaddleOcrVl,
+    "qwen2_5_vl": Qwen25Vl,
 }
 
 

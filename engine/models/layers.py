@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.core.cache_groups import table_name
 from engine.models.formats import FLOAT32, FORMATS, Format
@@ -17,6 +17,7 @@ from engine.models.weights import Constant, Part, Shard, Share, Weight
 
 if TYPE_CHECKING:
     from engine.models.config import DecoderConfig  # needed for annotations only
+    from engine.models.kv_cache import CacheLayout
 
 Tensor = Any  # the array type of the ops that are used
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = "token_ids", "positions", "logit_rows"
@@ -52,6 +53,24 @@ class Run:
     def stored(self, weight: Weight) -> list[Tensor]:
         """Return the parameters that store a weight, in the order of its format."""
         return [self.params[name] for name in weight.format.parameters(weight.name)]
+
+
+class Network(Protocol):
+    """A network that is exported as a graph: the decoder of one rank, or one beside it."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...  # except for the caches
+
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+
+    @property
+    def cache_layout(self) -> CacheLayout: ...
+
+    @property
+    def input_shapes(self) -> dict[str, tuple[int | None, ...]]: ...
+
+    def __call__(self, run: Run) -> tuple[Tensor, ...]: ...
 
 
 @dataclass(frozen=True)

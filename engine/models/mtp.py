@@ -15,7 +15,7 @@ from engine.models.config import DECODER, DecoderConfig
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.formats import head_format
 from engine.models.keys import ModelError
-from engine.models.layers import LOGIT_ROWS, PREVIOUS_STATES, Embedding, Head, Linear, Norm, Place, Run, Tensor
+from engine.models.layers import LOGIT_ROWS, PREVIOUS_STATES, Embedding, Head, Linear, Network, Norm, Place, Run, Tensor
 from engine.models.weights import Part, Shard, Share, Weight
 
 MTP_GRAPH = "mtp"  # name of the graph that drafts
@@ -98,7 +98,7 @@ class MtpFamily(DecoderConfig):
         assert self.mtp_layout, "with_mtp checks it"
         return self.mtp_layout.of(self.num_layers)
 
-    def networks(self, shard: Shard) -> dict[str, Decoder]:
+    def networks(self, shard: Shard) -> dict[str, Network]:
         if not self.has_mtp:
             return super().networks(shard)
         return {DECODER: replace(self.network(shard), has_states=True), MTP_GRAPH: MtpDecoder.of_family(self, shard)}

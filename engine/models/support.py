@@ -43,6 +43,7 @@ class PrecisionSupport:
 
 
 EVERYWHERE = (RUN,) * 4
+ONLY_CPUS = (RUN, RUN, REFUSED, REFUSED)
 FAMILIES = (
     FamilySupport("llama", "Llama 1, 2, 3.x, and models of the same network", EVERYWHERE),
     FamilySupport("mistral", "Mistral 7B, Nemo, Small; with or without a sliding window"),
@@ -83,6 +84,8 @@ FAMILIES = (
     FamilySupport("dots1", "dots.llm1"),
     FamilySupport("minimax_m2", "MiniMax-M2"),
     FamilySupport("granitemoe", "Granite 3 with experts"),
+    FamilySupport("paddleocr_vl", "PaddleOCR-VL (0.9B)", ONLY_CPUS),
+    FamilySupport("qwen2_5_vl", "Qwen2.5-VL", ONLY_CPUS),
 )
 PRECISIONS = (
     PrecisionSupport("32-bit float", "DTYPE=float32", ("dtype", "float32"), EVERYWHERE),

@@ -15,6 +15,7 @@ from typing import Any
 from engine.ops.catalogue_experts import mixture_ops
 from engine.ops.catalogue_latent import LATENT_OPS
 from engine.ops.catalogue_states import STATE_OPS
+from engine.ops.catalogue_vision import VISION_OPS
 from engine.ops.declaration import LOGITS, Op, arrays, attributes, table
 
 LINEAR = "linear_ops.h"
@@ -290,6 +291,7 @@ PLAIN = (  # of models without mixtures of experts
     ),
     *LATENT_OPS,
     *STATE_OPS,  # GPUs have no kernels for them yet
+    *VISION_OPS,
 )
 EXPORTED: tuple[Op, ...] = (
     *PLAIN,

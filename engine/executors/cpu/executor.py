@@ -13,6 +13,7 @@ from engine import graph
 from engine.core.types import Batch, Copy, StepOutput
 from engine.executors.cpu.adapters import CpuAdapters
 from engine.executors.cpu.program import CpuProgram, allocated
+from engine.executors.cpu.vision_encoder import CpuVisionEncoder
 from engine.executors.cpus import num_cpus
 from engine.executors.memory import free_memory_bytes
 from engine.executors.prompt_outputs import max_prompt_logits
@@ -23,6 +24,7 @@ from engine.executors.step import Mask, StepInThread
 from engine.exporting.manifest import Manifest
 from engine.models.kv_cache import BLOCK
 from engine.models.layers import HIDDEN, LOGITS, STATES
+from engine.models.vision import VISION_GRAPH
 from engine.ops import cpu
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -68,6 +70,8 @@ class CpuExecutor:
         self.takes_spans = self._slots.spans is not None
         self.num_steps = 0  # that have ended
         self.thread = ThreadPoolExecutor(1, "step")  # speculative decoding drafts in it, too
+        has_tower = self._is_first and VISION_GRAPH in model.graphs
+        self.vision = CpuVisionEncoder(graph_dir, membership.rank, self.thread) if has_tower else None
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 
     def load_graph(self, name: str) -> CpuProgram:
@@ -76,7 +80,8 @@ class CpuExecutor:
         return CpuProgram(*graph.load(*self._files, name), self._program)
 
     def free_bytes(self) -> int:
-        return max(0, free_memory_bytes() // self._num_sharing - self._adapters.reserved_bytes)
+        of_images = self.vision.reserved_bytes if self.vision else 0
+        return max(0, free_memory_bytes() // self._num_sharing - self._adapters.reserved_bytes - of_images)
 
     def allocate(self, num_blocks: int) -> None:
         self._caches.clear()

@@ -10,13 +10,16 @@ import math
 import mmap
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
+from engine.core.cache_groups import table_name
 from engine.dtypes import held_as
 from engine.executors.cpu.widening import Widened, widened
 from engine.graph import Graph, GraphError, Node, Value
 from engine.graph.fusion import fuse
+from engine.models.layers import LOGIT_ROWS, TOKEN_IDS
 from engine.ops import cpu
 from engine.ops.catalogue import OPS
 from engine.ops.cpu.calls import NUMBER, ArgumentError, Call, Operand, Packed
@@ -24,9 +27,16 @@ from engine.ops.cpu.kernels import BF16_OPS, CpuOps
 from engine.ops.cpu.library import CAdapterRows, Counts
 from engine.paddle_files import release
 
-OF_LOGITS = "logit_rows"
 ALIGNMENT = 64  # bytes of a cache line
 Held = dict[str, tuple[tuple[str, int] | None, np.ndarray]]  # parameters by name: how they are packed, and the array
+
+
+class RowInputs(NamedTuple):
+    """Names of the inputs that say how many rows a step has."""
+
+    of_tokens: str = TOKEN_IDS
+    of_logits: str = LOGIT_ROWS  # values that are computed from it have a row for each of its rows
+    of_requests: str = table_name(0)
 
 
 class CpuProgram:
@@ -35,6 +45,8 @@ class CpuProgram:
 
     Raises GraphError for a graph with float16 parameters.
     """
+
+    row_inputs = RowInputs()
 
     def __init__(self, graph: Graph, params: Mapping[str, np.ndarray], shares: CpuProgram | None = None):
         """Load a graph. Parameters that the program `shares` has with the same names and shapes are used
@@ -48,8 +60,10 @@ class CpuProgram:
         self._params = {graph.parameters[name].id: array for name, (_, array) in self._held.items()}
         self._caches: dict[int, np.ndarray] = {}
         self._inputs = {name: np.empty(0, held_as(value.dtype)) for name, value in graph.inputs.items()}
-        self._fused = CallList(fuse(graph, NUMBER))
-        self._adapted = CallList(fuse(graph, NUMBER, keep_products=True))  # for steps with adapters
+        self._rooms = (0, 0)  # the largest numbers of token rows and of logit rows
+        of_logits = self.row_inputs.of_logits
+        self._fused = CallList(fuse(graph, NUMBER), of_logits)
+        self._adapted = CallList(fuse(graph, NUMBER, keep_products=True), of_logits)  # for steps with adapters
 
     def width_of(self, name: str) -> int:
         """Return the size of the last axis of an input."""
@@ -68,6 +82,15 @@ class CpuProgram:
 
         `inputs` are all inputs except the caches; `groups` are the rows that have adapters. Raises GroupError.
         """
+        counts = self._place(inputs)
+        if groups:
+            counts.groups, counts.num_groups = ctypes.addressof(groups), len(groups)
+        calls = self._bound(self._adapted if groups else self._fused)
+        self._kernels.run(calls.address, len(calls.records), counts)
+        return self._outputs(calls, counts)
+
+    def _place(self, inputs: Mapping[str, np.ndarray]) -> Counts:
+        """Copy the inputs of a step to where the calls read them. Return its sizes."""
         if any(array.size > self._inputs[name].size for name, array in inputs.items()):
             self._inputs |= {
                 name: np.empty(max(self._inputs[name].size, array.size), array.dtype) for name, array in inputs.items()
@@ -75,17 +98,22 @@ class CpuProgram:
             self._clear()
         for name, array in inputs.items():
             self._inputs[name][: array.size] = array.ravel()
-        tables, num_logits = inputs["block_tables"], len(inputs[OF_LOGITS])
-        counts = Counts(len(inputs["token_ids"]), num_logits, *tables.shape)
-        if groups:
-            counts.groups, counts.num_groups = ctypes.addressof(groups), len(groups)
-        calls = self._adapted if groups else self._fused
+        names = self.row_inputs
+        num_rows, num_logits = len(inputs[names.of_tokens]), len(inputs[names.of_logits])
+        self._rooms = max(self._rooms[0], num_rows), max(self._rooms[1], num_logits)
+        num_requests, *width = inputs[names.of_requests].shape
+        return Counts(num_rows, num_logits, num_requests, *width)
+
+    def _bound(self, calls: CallList) -> CallList:
+        """Return the calls with memory for every value."""
         if not calls.is_bound:
             given = {self._graph.inputs[name].id: array for name, array in self._inputs.items()}
-            rooms = (self._inputs["token_ids"].size, self._inputs[OF_LOGITS].size)
-            calls.bind(given | self._params | self._caches, rooms)
-        self._kernels.run(calls.address, len(calls.records), counts)
-        num_rows = counts.tokens, num_logits
+            calls.bind(given | self._params | self._caches, self._rooms)
+        return calls
+
+    def _outputs(self, calls: CallList, counts: Counts) -> dict[str, np.ndarray]:
+        """Return the outputs of a step that has been computed, by name."""
+        num_rows = counts.tokens, counts.logits
         return {
             name: calls.arrays[value.id][: num_rows[calls.has_logit_rows(value)]]
             for name, value in self._graph.outputs.items()
@@ -99,10 +127,10 @@ class CpuProgram:
 class CallList:
     """Calls of a graph, and the memory of the values that they compute."""
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, of_logits: str):
         self._graph = graph
         self._root = _roots(graph)
-        self._of_logits = graph.values_by_rows_of(OF_LOGITS)
+        self._of_logits = graph.values_by_rows_of(of_logits)
         self.clear()
 
     def has_logit_rows(self, value: Value) -> bool:
@@ -112,6 +140,7 @@ class CallList:
     def clear(self) -> None:
         self.arrays: dict[int, np.ndarray] = {}
         self.records, self.address, self.is_bound = bytearray(), 0, False
+        self.ends: list[int] = []  # of the records of the calls
 
     def bind(self, given: Mapping[int, np.ndarray], rooms: tuple[int, int]) -> None:
         """Assign memory to every value. A buffer is reused after its value has been read for the last time.
@@ -136,6 +165,7 @@ class CallList:
                 if last_use[root] is node and root not in kept:
                     free[arrays[root].shape, arrays[root].dtype].append(arrays[root])
         self.arrays, self.records, self.is_bound = arrays, bytearray(b"".join(records)), True
+        self.ends = list(itertools.accumulate(map(len, records)))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.records))
 
 

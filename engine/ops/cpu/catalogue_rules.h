@@ -166,6 +166,12 @@ inline std::string check_values(const LlmReplaceRows& a) {
   return outside("replace_rows: rows", a.rows, a.T, a.E, -1);
 }
 
+inline std::string check_values(const LlmBidirectionalAttention& a) {
+  int32_t end = 0;
+  for (int64_t b = 0; b < a.B && end >= 0; b++) end = a.segment_ends[b] < end ? -1 : a.segment_ends[b];
+  return end == a.T ? "" : "bidirectional_attention: segment_ends must ascend to " + std::to_string(a.T);
+}
+
 inline std::string check_values(const LlmAllGather& a) {
   if (a.num_ranks == llm_num_ranks()) return {};
   return "all_gather: num_ranks is " + std::to_string(a.num_ranks) + ", this process is one of " +

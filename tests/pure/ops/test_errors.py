@@ -19,6 +19,7 @@ def i32(*values):
     return np.array(values, np.int32)
 
 
+SEGMENTS = {"num_heads": 2, "scale": 1.0, "is_bf16": 0}
 ROUTE = {"top_k": 3, "scoring": 0, "num_groups": 1, "top_groups": 1, "group_best": 1}
 ROUTE |= {"renormalize": 0, "epsilon": 0.0, "minimum": 0.0, "factor": 1.0}
 
@@ -66,6 +67,23 @@ ROUTE |= {"renormalize": 0, "epsilon": 0.0, "minimum": 0.0, "factor": 1.0}
         (
             lambda: cpu.replace_rows(f32(3, 2), i32(-1, 3, 4), f32(4, 2)),
             "replace_rows: rows holds 4, needs -1 .. 3",
+        ),
+        (lambda: cpu.concat_rows(f32(5, 2), i32([0, 5])), "concat_rows: rows holds 5, needs 0 .. 4"),
+        (
+            lambda: cpu.interpolate_rows(f32(5, 2), i32([0, 4]), f32(1, 3)),
+            "interpolate_rows: weights has shape (1, 3), needs (1, 2)",
+        ),
+        (
+            lambda: cpu.bidirectional_attention(f32(5, 12), f32(5, 2), i32(3, 2, 5), **SEGMENTS),
+            "bidirectional_attention: segment_ends must ascend to 5",
+        ),
+        (
+            lambda: cpu.bidirectional_attention(f32(5, 12), f32(5, 2), i32(3), **SEGMENTS),
+            "bidirectional_attention: segment_ends must ascend to 5",
+        ),
+        (
+            lambda: cpu.bidirectional_attention(f32(5, 11), f32(5, 2), i32(5), **SEGMENTS),
+            "bidirectional_attention: qkv has shape (5, 11), needs (5, any), axis 1 a multiple of 6",
         ),
         (
             lambda: cpu.mrope_angles(np.zeros((3, 5), np.int32), f32(2), i32(0, 3), attention_scaling=1.0),

@@ -71,6 +71,13 @@ CALLS = {
     "swiglu": ((random(5, 12),), {}),
     "geglu": ((random(5, 12),), {}),
     "gelu": ((random(5, 12),), {}),
+    "gelu_erf": ((random(5, 12),), {}),
+    "concat_rows": ((random(5, 12), i32([4, 1], [0, 2], [3, 3])), {}),
+    "interpolate_rows": ((random(5, 12), i32([4, 1], [0, 2]), random(2, 2)), {}),
+    "bidirectional_attention": (
+        (random(5, 48), random(5, 6), i32(2, 5)),
+        {"num_heads": 2, "scale": 0.3, "is_bf16": 1},
+    ),
     "add": ((random(5, 12), random(5, 12)), {}),
     "scale": ((random(5, 12),), {"factor": 0.3}),
     "softcap": ((random(5, 12),), {"cap": 0.7}),

@@ -1,0 +1,144 @@
+"""Images of requests: which are encoded next, and the embeddings of those that were. Independent of tensors and of what
+encodes them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from engine.core.spans import PromptSpan
+from engine.core.types import Request, State
+
+MAX_CACHED_BYTES = 512 << 20  # of embeddings, as many as of some 100,000 tokens
+MAX_WAITING = 256  # requests; others wait behind them
+
+
+class EncodedPart(NamedTuple):
+    """The result of a part of an encoding."""
+
+    embeddings: bytes | None  # f32 [length, hidden size]; None: there are more parts
+    ended_at: float  # seconds, time.monotonic
+
+
+class VisionEncoder(Protocol):
+    """The vision tower on a device. It encodes one image at a time, in parts, each of which delays a step of the
+    decoder less than a chunk of a prompt would."""
+
+    def begin(self, span: PromptSpan) -> None:
+        """Begin to encode the image of a span, instead of the one before."""
+        ...
+
+    def advance(self) -> Future[EncodedPart]:
+        """Launch the next part, behind the steps that were launched."""
+        ...
+
+
+class ImageQueue:
+    """Requests that wait for the embeddings of their images, in the order in which they could have started.
+
+    The embeddings are kept by content, at most `max_bytes` of the most recently used ones, so that an image of several
+    requests is encoded once.
+    """
+
+    def __init__(self, encoder: VisionEncoder, max_bytes: int = MAX_CACHED_BYTES):
+        self.ended_at = 0.0  # when the last part ended, time.monotonic
+        self._encoder = encoder
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._embeddings: dict[bytes, bytes] = {}  # by content hash, least recently used first
+        self._waiting: deque[Request] = deque()
+        self._span: PromptSpan | None = None  # is being encoded
+        self._part: Future[EncodedPart] | None = None  # that was launched
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether some request waits for embeddings, or a part runs."""
+        return bool(self._waiting) or self._part is not None
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether so many requests wait that no others should be looked for."""
+        return len(self._waiting) >= MAX_WAITING
+
+    def has_embeddings(self, request: Request, num_cached: int) -> bool:
+        """Return whether a request has the embeddings of all images that end after `num_cached` tokens. Otherwise it
+        waits for them, and is not to be asked for until then."""
+        if self._fill(request, num_cached) is None:
+            return True
+        request.images_from = num_cached
+        self._waiting.append(request)
+        return False
+
+    def advance(self) -> None:
+        """Take the result of the running part, if it has ended, and launch the next one."""
+        if self._part:
+            if not self._part.done():
+                return
+            embeddings, self.ended_at = self._part.result()
+            self._part = None
+            if embeddings is not None and self._span:
+                self._keep(self._span.content_hash, embeddings)
+                self._span = None
+        wanted = self._next_image()
+        if wanted is None:
+            self._span = None
+            return
+        if not self._span or self._span.content_hash != wanted.content_hash:
+            self._span = wanted
+            self._encoder.begin(wanted)
+        self._part = self._encoder.advance()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the running part, but not longer than `timeout_s`."""
+        if self._part:
+            wait([self._part], timeout_s)
+
+    def _next_image(self) -> PromptSpan | None:
+        """Let the requests go on whose embeddings are there now. Return the first image that is missing."""
+        first, waiting = None, list(self._waiting)
+        self._waiting.clear()
+        for request in waiting:
+            if request.state is State.ENDED and not request.forks:  # else it computes the prompt for its forks
+                continue
+            missing = self._fill(request, request.images_from)
+            if missing is None:
+                request.images_from = -1
+            else:
+                first = first or missing
+                self._waiting.append(request)
+        return first
+
+    def _fill(self, request: Request, num_cached: int) -> PromptSpan | None:
+        """Give the spans of a request their embeddings. Return the first one that ends after `num_cached` tokens and
+        whose embeddings are missing."""
+        if not any(map(_is_missing, request.spans)):
+            return None
+        request.spans = [
+            replace(span, embeddings=self._find(span.content_hash)) if _is_missing(span) else span
+            for span in request.spans
+        ]
+        return next((span for span in request.spans if _is_missing(span) and span.end > num_cached), None)
+
+    def _find(self, content_hash: bytes) -> bytes:
+        found = self._embeddings.pop(content_hash, b"")
+        if found:
+            self._embeddings[content_hash] = found
+        return found
+
+    def _keep(self, content_hash: bytes, embeddings: bytes) -> None:
+        self._embeddings[content_hash] = embeddings
+        self._num_bytes += len(embeddings)
+        while self._num_bytes > self._max_bytes and len(self._embeddings) > 1:
+            self._num_bytes -= len(self._embeddings.pop(next(iter(self._embeddings))))
+
+
+def _is_missing(span: PromptSpan) -> bool:
+    return bool(span.pixels) and not span.embeddings
+
+
+def without_computable(spans: Sequence[PromptSpan]) -> Sequence[PromptSpan]:
+    """Return the spans of a request that starts without the embeddings that can be computed again, which its executor
+    has from then on."""
+    return [replace(span, embeddings=b"") if span.pixels else span for span in spans] if spans else spans

@@ -1,0 +1,180 @@
+"""Models that read images, against what transformers computes for them (tests/golden/images): all 64 tokens of an
+answer, log-probabilities within 2e-4, embeddings within the rounding of f16."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engine.core.loop import EngineLoop
+from engine.core.types import Request, Sampling
+from engine.executors import make_executor
+from engine.executors.cpu.vision_encoder import CpuVisionEncoder
+from engine.exporting.export import ExportOptions, export
+from engine.exporting.manifest import Manifest
+from engine.graph import load
+from engine.graph.run import run_graph
+from engine.models.adapters import AdapterError, checked, identified
+from engine.models.families import read_model
+from engine.models.keys import read_json
+from engine.models.vision_inputs import tower_inputs
+from engine.settings.config import Config
+from tests.images import MODEL_TYPES, PROMPTS, a_processor, prompt_of
+from tests.lora_adapters import make_adapter, merged
+
+pytestmark = pytest.mark.slow
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "images"
+SETTINGS = {"batch_size": 4, "block_ratio": 0.99, "cpu_threads": 1}
+BLOCK_SIZE = 16
+
+
+def golden(family: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / f"{family}.npz") as arrays:
+        return dict(arrays)
+
+
+def a_request(family: str, number: int, name: str = "", **sampling) -> Request:
+    token_ids, spans = prompt_of(family, PROMPTS[number])
+    given = {"temperature": 0.0, "num_logprobs": 0, **sampling}
+    return Request(f"{number}{name}", token_ids, len(token_ids), Sampling(64, **given), spans=spans)
+
+
+def answers_of(loop: EngineLoop, requests: list[Request]) -> dict[str, tuple[list[int], list[float]]]:
+    """Return the tokens and their log-probabilities by the ids of the requests."""
+    answers: dict[str, tuple[list[int], list[float]]] = {}
+    for request in requests:
+        loop.add(request)
+        answers[request.request_id] = [], []
+    while not loop.is_idle:
+        for update in loop.step():
+            tokens, logprobs = answers[update.request.request_id]
+            tokens += update.token_ids
+            logprobs += [each.chosen for each in update.logprobs or ()]
+    loop.scheduler.check()
+    return answers
+
+
+class CountingEncoder:
+    """Counts the images that an encoder encodes."""
+
+    def __init__(self, encoder: CpuVisionEncoder):
+        self.begun: list[bytes] = []
+        self.advance, self._begin = encoder.advance, encoder.begin
+
+    def begin(self, span) -> None:
+        self.begun.append(span.content_hash)
+        self._begin(span)
+
+
+def a_loop(executor, num_blocks=200, **settings) -> EngineLoop:
+    executor.allocate(num_blocks)
+    return EngineLoop(executor, num_blocks, Config(**SETTINGS, **settings))
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_the_definition_computes_the_embeddings_of_transformers(family, exported):
+    graph_dir, expected, processor = exported(family), golden(family), a_processor(family)
+    config = read_model(read_json(graph_dir / "config.json")).vision
+    graph, params = load(graph_dir, name="vision")
+    for number in range(len(PROMPTS)):
+        found = []
+        for span in prompt_of(family, PROMPTS[number])[1]:
+            pixels = np.frombuffer(span.pixels, np.uint8).reshape(*(processor.unit * each for each in span.grid[1:]), 3)
+            inputs = tower_inputs(config, processor.patches(pixels), span.grid)
+            found.append(run_graph(graph, params, inputs)["embeddings"])
+        np.testing.assert_allclose(np.concatenate(found), expected[f"embeddings_{number}"], rtol=2e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_answers_are_those_of_transformers(family, num_ranks, exported):
+    """All prompts at once, in chunks that end inside images, and so few blocks that requests are preempted; then again,
+    from the prefix cache."""
+    expected = golden(family)
+    config = Config(mp_num=num_ranks, **SETTINGS)
+    executor = make_executor(exported(family, block_size=BLOCK_SIZE, num_ranks=num_ranks), config)
+    executor.vision = encoder = CountingEncoder(executor.vision)
+    for num_blocks, sizes in ((200, {}), (200, {"max_num_batched_tokens": 5}), (17, {"max_num_batched_tokens": 11})):
+        loop = a_loop(executor, num_blocks, **sizes)
+        encoder.begun.clear()
+        for turn in range(1 + (num_blocks == 200)):
+            found = answers_of(loop, [a_request(family, number) for number in range(len(PROMPTS))])
+            for number in range(len(PROMPTS)):
+                tokens, logprobs = found[str(number)]
+                assert tokens == expected[f"tokens_{number}"].tolist(), (num_blocks, turn, number)
+                wanted = expected[f"logprobs_{number}"][-1, tokens[0]]
+                assert logprobs[0] == pytest.approx(wanted, abs=2e-4)
+        assert len(encoder.begun) == len(set(encoder.begun)) == 6  # each image once
+        assert (loop.stats()["num_preemptions"] > 0) == (num_blocks == 17)
+    executor.close()
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_an_image_that_the_prefix_cache_has_is_not_encoded(family, exported):
+    executor = make_executor(exported(family, block_size=4), Config(**SETTINGS))
+    executor.vision = encoder = CountingEncoder(executor.vision)
+    loop = a_loop(executor, 200)
+    [first] = answers_of(loop, [a_request(family, 2)]).values()
+    loop._images._embeddings.clear()  # as if other images had come between
+    encoder.begun.clear()
+    request = a_request(family, 2)
+    [again] = answers_of(loop, [request]).values()
+    assert again == first and request.num_cached > request.spans[0].end
+    # The last token is computed again, and the second image ends before the last full block.
+    assert len(encoder.begun) == (request.num_cached < request.spans[1].end)
+    executor.close()
+
+
+def test_quantized_text_keeps_the_tower_as_it_is(exported):
+    plain, quantized = exported("paddleocr_vl"), exported("paddleocr_vl", quant_type="weight_only_int8")
+    params = [load(folder, name="vision")[1] for folder in (plain, quantized)]
+    assert params[0].keys() == params[1].keys()
+    assert all(np.array_equal(params[0][name], params[1][name]) for name in params[0])
+    answers = []
+    for folder in (plain, quantized):
+        executor = make_executor(folder, Config(**SETTINGS))
+        answers.append(answers_of(a_loop(executor), [a_request("paddleocr_vl", 2)])["2"])
+        executor.close()
+    assert answers[0][1][0] == pytest.approx(answers[1][1][0], abs=0.2) and answers[0] != answers[1]
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_an_adapter_of_the_decoder_changes_answers_as_merged_weights_do(family, checkpoint, exported, tmp_path):
+    adapter = make_adapter(tmp_path / "adapter", checkpoint(family), seed=1)
+    with pytest.raises(AdapterError, match="tensor base_model.model..*visual.* for which the model has no place"):
+        checked(adapter, exported(family), max_rank=8)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    of_text = {name: tensor for name, tensor in tensors.items() if "visual" not in name}
+    save_file(of_text, adapter / "adapter_model.safetensors")
+    export(merged(tmp_path / "merged", checkpoint(family), adapter), tmp_path / "out", ExportOptions())
+    answers = []
+    for folder, given in ((exported(family), identified(adapter)), (tmp_path / "out", ())):
+        config = Config(**SETTINGS, max_loras=1)
+        executor = make_executor(folder, config)
+        loop = a_loop(executor, max_loras=1)
+        answers.append(answers_of(loop, [a_request(family, 2, adapter=given)])["2"])
+        executor.close()
+    assert answers[0][0] == answers[1][0] != golden(family)["tokens_2"].tolist()
+
+
+def test_every_rank_has_the_tower_and_a_text_model_has_none(exported):
+    graphs = Manifest.read(exported("qwen2_5_vl")).graphs
+    assert list(graphs) == ["decoder", "vision"]
+    assert graphs["vision"].inputs == (*("patches", "positions", "segment_ends", "window_ends", "token_rows"),)
+    assert "grid_rows" in Manifest.read(exported("paddleocr_vl")).graphs["vision"].inputs
+    assert list(Manifest.read(exported("qwen2")).graphs) == ["decoder"]
+
+
+def test_pixels_and_embeddings_of_an_image_give_the_same_answer(exported):
+    executor = make_executor(exported("paddleocr_vl"), Config(**SETTINGS))
+    wanted = answers_of(a_loop(executor), [a_request("paddleocr_vl", 0)])
+    request = a_request("paddleocr_vl", 0)
+    [span] = request.spans
+    executor.vision.begin(span)
+    embeddings = executor.vision.advance().result().embeddings
+    request.spans = [replace(span, pixels=b"", embeddings=embeddings)]
+    assert answers_of(a_loop(executor), [request]) == wanted
+    executor.close()
