@@ -27,7 +27,7 @@ from benchmarks.random_grammars import KINDS
 from benchmarks.structured_output import EOS_ID, VOCAB_SIZE
 from engine.core.grammar import MaskRow
 from engine.core.types import Grammar, Request, Sampling
-from engine.errors import InvalidRequest
+from engine.errors import EngineUnavailable, InvalidRequest
 from engine.grammars.matcher import Matcher
 from engine.grammars.pool import GrammarPool
 from engine.text.grammars import write_grammar
@@ -109,7 +109,7 @@ def fuzz(minutes: float, seed: int, folder: Path) -> Counter[tuple[str, str]]:
         ended, cases = [case for case in cases if case.result], [case for case in cases if not case.result]
         for case in ended:
             found[case.kind, case.result] += 1
-            if case.result in (*LIMITS, "HUNG") or case.result.endswith("Error"):
+            if case.result in (*LIMITS, "HUNG", EngineUnavailable.__name__) or case.result.endswith("Error"):
                 record(case, folder)
     pool.close()
     return found

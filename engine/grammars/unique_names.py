@@ -125,7 +125,7 @@ class NameReader:
 
     def _end_text(self) -> bool:
         name, self.name, self._is_in_text = self.name, None, False
-        innermost = self._open[-1]
+        innermost = self._open[-1] if self._open else None
         if name is None or innermost is None:
             return False
         is_repeated = name in innermost.names

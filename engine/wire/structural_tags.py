@@ -51,7 +51,7 @@ def _older(key: str, tag: Json) -> Json:
 
 def _structure(key: str, value: Any) -> Json:
     structure = json_object(key, value)
-    schema = at(key, ".schema", json_schema, structure.get("schema") or {}).value
+    schema = at(key, ".schema", _schema, structure.get("schema") or {})
     return {
         "type": "tag",
         "begin": at(key, ".begin", filled_string, structure.get("begin")),
@@ -73,11 +73,17 @@ def _json_schema(key: str, node: Json) -> Json:
         raise refusal(key, "has the `style` {value}, only `json` is supported", brief(style))
     if node.get("excludes"):
         raise refusal(key, "has `excludes`, which only `any_text` may have, {value}", shown(node["excludes"]))
-    checked = at(key, ".json_schema", json_schema, {} if schema is True else schema).value
-    if "patternProperties" in json.dumps(checked):
-        raise refusal(key, "has `patternProperties`: that no name comes twice cannot be enforced in a structural tag")
+    checked = at(key, ".json_schema", _schema, {} if schema is True else schema)
     is_compact = {} if node.get("max_whitespace_cnt") is None else {"is_compact": True}
     return {"json_schema": checked, **is_compact}
+
+
+def _schema(key: str, value: Any) -> Json:
+    """Check a JSON schema. Repeated names cannot be found beside text that is no JSON."""
+    checked: Json = json_schema(key, value).value
+    if "patternProperties" in json.dumps(checked):
+        raise refusal(key, "has `patternProperties`: that no name comes twice cannot be enforced in a structural tag")
+    return checked
 
 
 def _any_text(key: str, node: Json) -> Json:

@@ -127,10 +127,23 @@ def test_tokens_of_several_characters_give_no_name_twice_either():
         assert {Tokenizer.words[i] for i in left} == expected
 
 
-def test_structural_tags_take_no_patterns_of_names():
-    tree = {"type": "json_schema", "json_schema": INNER}
+@pytest.mark.parametrize(
+    "tag",
+    [
+        {"format": {"type": "json_schema", "json_schema": INNER}},
+        {"structures": [{"begin": "<f>", "schema": INNER, "end": "</f>"}], "triggers": ["<"]},
+    ],
+    ids=lambda tag: next(iter(tag)),
+)
+def test_structural_tags_take_no_patterns_of_names(tag):
     with pytest.raises(Exception, match="`patternProperties`: that no name comes twice cannot be enforced"):
-        STRUCTURED_OUTPUT_FIELDS["structural_tag"]("structural_tag", {"format": tree})
+        STRUCTURED_OUTPUT_FIELDS["structural_tag"]("structural_tag", tag)
+
+
+def test_a_text_outside_of_objects_is_no_name():
+    reader = NameReader()
+    assert not reader.read(b'"a" "a" ["a", "a"] {"a": 1')
+    assert reader.names == {b"a"}
 
 
 def test_names_are_read_whatever_is_around_them():
