@@ -27,6 +27,10 @@ class VisionEncoder(Protocol):
     """The vision tower on a device. It encodes one image at a time, in parts, each of which delays a step of the
     decoder less than a chunk of a prompt would."""
 
+    def check(self, span: PromptSpan) -> None:
+        """Raise InvalidRequest for a span whose pixels are no image of its grid."""
+        ...
+
     def begin(self, span: PromptSpan) -> None:
         """Begin to encode the image of a span, instead of the one before."""
         ...
@@ -56,6 +60,12 @@ class ImageQueue:
     def is_busy(self) -> bool:
         """Return whether some request waits for embeddings, or a part runs."""
         return bool(self._waiting) or self._part is not None
+
+    def check(self, spans: Sequence[PromptSpan]) -> None:
+        """Raise InvalidRequest if the image of a span could not be encoded."""
+        for span in spans:
+            if _is_missing(span):
+                self._encoder.check(span)
 
     @property
     def is_full(self) -> bool:

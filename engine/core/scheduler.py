@@ -45,7 +45,7 @@ class Scheduler:
         self.max_drafts = limits.max_drafts  # draft tokens of a row; the loop may set it before each step
         self._cache = KVCacheManager(pool, limits)
         self._queue = RunningQueue(self._cache, limits, self.counters, images)
-        self._reads_images = images is not None
+        self._images = images
         self.waiting, self.running = self._queue.waiting, self._queue.running
         self._launched: deque[list[Launched]] = deque()  # steps that were not applied yet
         self._num_prompt_logits_left = limits.max_prompt_logits  # of the next batch
@@ -68,9 +68,11 @@ class Scheduler:
             prompt_outputs.refuse_if_wanted(request)
         if request.spans and not self.limits.takes_spans:
             raise InvalidRequest("the model takes text only: prompts cannot have images or other embeddings")
-        if not self._reads_images and any(span.pixels and not span.embeddings for span in request.spans):
-            raise InvalidRequest("this device cannot compute the model's vision network: prompts cannot have images")
         check_spans(request.spans, request.prompt_len)
+        if self._images:
+            self._images.check(request.spans)
+        elif any(span.pixels and not span.embeddings for span in request.spans):
+            raise InvalidRequest("this device cannot compute the model's vision network: prompts cannot have images")
         self._queue.add(request, replay)
 
     def longest_prefix(self, request: Request) -> tuple[list[bytes], int]:

@@ -13,6 +13,7 @@ import numpy as np
 from engine import graph
 from engine.core.image_queue import EncodedPart
 from engine.core.spans import PromptSpan
+from engine.errors import InvalidRequest
 from engine.executors.cpu.program import CpuProgram, RowInputs
 from engine.images.processor import ImageProcessor
 from engine.models.families import read_model
@@ -69,6 +70,12 @@ class CpuVisionEncoder:
         self._program = VisionProgram(*graph.load(graph_dir, rank, VISION_GRAPH))
         self._span: PromptSpan | None = None
         self.reserved_bytes = self._most_bytes()
+
+    def check(self, span: PromptSpan) -> None:
+        num_bytes = 3 * self._processor.unit**2 * span.length
+        if len(span.grid) != 3 or span.grid[0] != 1 or len(span.pixels) != num_bytes:
+            text = f"an image of {span.length} tokens has {num_bytes} bytes of pixels here, not {len(span.pixels)}"
+            raise InvalidRequest(text)
 
     def begin(self, span: PromptSpan) -> None:
         self._span, self._has_begun = span, False

@@ -26,6 +26,9 @@ class PartEncoder:
         self.events: list[str] = []
         self.begun: list[bytes] = []
 
+    def check(self, span):
+        assert span.pixels
+
     def begin(self, span):
         self.begun.append(span.content_hash)
         self.span, self.num_left = span, len(span.content_hash)

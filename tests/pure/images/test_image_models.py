@@ -1,6 +1,9 @@
 """Models that read images, against what transformers computes for them (tests/golden/images): all 64 tokens of an
 answer, log-probabilities within 2e-4, embeddings within the rounding of f16."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +13,15 @@ from safetensors.numpy import load_file, save_file
 
 from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
+from engine.errors import InvalidRequest
 from engine.executors import make_executor
 from engine.executors.cpu.vision_encoder import CpuVisionEncoder
+from engine.executors.drafting import with_drafts
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
 from engine.graph.run import run_graph
+from engine.link.journal import Submission
 from engine.models.adapters import AdapterError, checked, identified
 from engine.models.families import read_model
 from engine.models.keys import read_json
@@ -23,6 +29,8 @@ from engine.models.vision_inputs import tower_inputs
 from engine.settings.config import Config
 from tests.images import MODEL_TYPES, PROMPTS, a_processor, prompt_of
 from tests.lora_adapters import make_adapter, merged
+from tests.patience import wait_until
+from tests.pure.engine_helpers import ROOT, Collector, a_client
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +70,7 @@ class CountingEncoder:
 
     def __init__(self, encoder: CpuVisionEncoder):
         self.begun: list[bytes] = []
-        self.advance, self._begin = encoder.advance, encoder.begin
+        self.advance, self.check, self._begin = encoder.advance, encoder.check, encoder.begin
 
     def begin(self, span) -> None:
         self.begun.append(span.content_hash)
@@ -178,3 +186,60 @@ def test_pixels_and_embeddings_of_an_image_give_the_same_answer(exported):
     request.spans = [replace(span, pixels=b"", embeddings=embeddings)]
     assert answers_of(a_loop(executor), [request]) == wanted
     executor.close()
+
+
+def test_pixels_that_are_no_image_of_the_grid_are_refused(exported):
+    executor = make_executor(exported("paddleocr_vl"), Config(**SETTINGS))
+    loop = a_loop(executor)
+    for changes in ({"pixels": b"1234"}, {"grid": ()}):
+        request = a_request("paddleocr_vl", 0)
+        request.spans = [replace(span, **changes) for span in request.spans]
+        with pytest.raises(InvalidRequest, match="an image of 1 tokens has 2352 bytes of pixels"):
+            loop.add(request)
+    assert loop.is_idle
+    executor.close()
+
+
+def test_drafts_and_several_answers_to_an_image_change_no_token(exported):
+    expected = golden("qwen2_5_vl")["tokens_3"].tolist()
+    config = Config(**SETTINGS, speculate_method="ngram", speculate_max_ngram_size=1)
+    executor = with_drafts(make_executor(exported("qwen2_5_vl"), Config(**SETTINGS)), config)
+    request = a_request("qwen2_5_vl", 3)
+    request.forks = [
+        Request(f"3 {n}", list(request.token_ids), request.prompt_len, request.sampling, spans=request.spans)
+        for n in range(2)
+    ]
+    executor.allocate(200)
+    loop = EngineLoop(executor, 200, config)
+    answers: dict[str, list[int]] = {}
+    loop.add(request)
+    while not loop.is_idle:
+        for update in loop.step():
+            answers.setdefault(update.request.request_id, []).extend(update.token_ids)
+    assert list(answers.values()) == [expected] * 3
+    assert loop.stats()["num_drafted_tokens"] > 0
+    executor.close()
+
+
+def test_an_answer_to_an_image_goes_on_after_the_engine_was_killed(exported, tmp_path):
+    """The client sends the pixels again, and the new process encodes them."""
+    request, listener = a_request("paddleocr_vl", 2), Collector()
+    sampling = replace(request.sampling, max_new_tokens=900)
+    command = [sys.executable, "-m", "engine.process"]
+    environ = {**os.environ, "RUN_DIR": str(tmp_path), "MODEL_DIR": str(exported("paddleocr_vl")), "CPU_THREADS": "1"}
+    engines = [subprocess.Popen(command, cwd=ROOT, env=environ)]
+    try:
+        with a_client(f"ipc://{tmp_path}/engine.sock") as client:
+            submissions = [Submission("killed", sampling, listener)]
+            client.submit(request.token_ids, submissions, spans=request.spans)
+            wait_until(lambda: len(listener.token_ids) > 4)
+            engines[0].kill()
+            engines.append(subprocess.Popen(command, cwd=ROOT, env=environ))
+            assert listener.wait() == "length"
+            assert client.num_restarts == 1
+    finally:
+        for engine in engines:
+            engine.kill()
+            engine.wait()
+    assert listener.token_ids[:64] == golden("paddleocr_vl")["tokens_2"].tolist()
+    assert len(listener.token_ids) == 900
