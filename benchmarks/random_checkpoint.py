@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken, Tokenizer
 
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
@@ -217,12 +218,41 @@ SHAPES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25,
         "shared_expert_intermediate_size": 128,
     },
+    "tiny-vl": QWEN2  # reads images
+    | TINY
+    | {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "vocab_size": 2056,
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+        "vision_start_token_id": 2048,
+        "image_token_id": 2049,
+        "vision_end_token_id": 2050,
+        "vision_config": {
+            "depth": 4,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "out_hidden_size": 256,
+            "window_size": 112,
+            "fullatt_block_indexes": [1, 3],
+        },
+    },
 }
+VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")  # with the ids of tiny-vl
+VISION_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
 def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of the model that this config.json describes, by its name."""
-    weights = weights_of(read_model(config).network(Shard(FLOAT32, "float32", block_size=64))).values()
+    networks = read_model(config).networks(Shard(FLOAT32, "float32", block_size=64)).values()
+    weights = [weight for network in networks for weight in weights_of(network).values()]
     return {part.tensor: part.shape for weight in weights for part in weight.parts}
 
 
@@ -269,8 +299,19 @@ def write_shape(shape: str, out: Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         for name in TOKENIZER_FILES:
             shutil.copy(DEMO_MODEL / name, out / name)
+        if "vision_config" in SHAPES[shape]:
+            add_vision_tokens(out)
         (out / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
     return out
+
+
+def add_vision_tokens(out: Path) -> None:
+    """Add the tokens, the chat template and the limits of pixels of a model that reads images."""
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in VISION_TOKENS])
+    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "chat_template.jinja").write_text(VISION_TEMPLATE)
+    (out / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 28**2, "max_pixels": 280**2}))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo_model"
 async def storm(server: StormServer, ledger: Ledger, args: argparse.Namespace) -> Any:
     """Run the clients and the disturbances. Return the observations of `watch`."""
     clients = Clients(server.ports["SERVICE_HTTP_PORT"], server.ports["SERVICE_GRPC_PORT"])
-    load = Load(clients, ledger, random.Random(args.seed))
+    load = Load(clients, ledger, random.Random(args.seed), args.images)
     await load.make_cases(args.answers)
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     broken = ledger.broken_promises() + [f"{count} {what} are still held" for what, count in held.items() if count]
     stays = {"files": before["files"]}  # generated configuration files remain
     memory.pop("grammar", None)  # its size depends on the grammar
-    before["workers"] = after["workers"]  # some workers are kept for the next request with the same grammar
+    before["workers"] = after["workers"]  # some are kept for the next request with the same grammar, or with an image
     broken += [f"left behind: {dict(more)}" for more in (after - before, stopped - Counter(stays)) if more]
     broken += [f"{kind} has grown by {grown:.1%}" for kind, (_, _, grown) in memory.items() if grown > args.max_growth]
     quantiles = statistics.quantiles(answered_ms, n=100)
@@ -128,6 +128,7 @@ def main() -> int:
     parser.add_argument("--mp-num", type=int, default=1)
     parser.add_argument("--data-parallel-size", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    parser.add_argument("--images", type=float, default=0.0, help="share of the requests that have some")
     report, broken = run(parser.parse_args())
     print_table(report)
     for promise in broken:

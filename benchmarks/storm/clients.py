@@ -5,6 +5,8 @@ A generator that ends without a last part, or raises one of CUT, means that the 
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 import json
 import random
@@ -13,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import grpc
+from PIL import Image
 from tritonclient.grpc import service_pb2_grpc
 
 from benchmarks.hostile_grammars import hostile_grammar
@@ -29,6 +32,7 @@ BAD_BODIES: tuple[dict[str, Any], ...] = (
     {"text": ""}, {"text": 3}, {"text": "hi", "max_dec_len": -1}, {"text": "hi", "topp": 1.5}, {"input_ids": [10**7]},
     {"text": "hi", "max_declen": 5}, {"text": "word " * 9000}, {"messages": [{"role": "user"}], "req_id": "x"},
 )  # fmt: skip
+NUM_IMAGES = 12  # different ones
 WITH_GRAMMAR = 0.2  # share of the requests
 GRAMMARS: tuple[dict[str, Any], ...] = (
     {"guided_choice": ["Paris", "Rome", "Parma", "none of these"]},
@@ -40,11 +44,15 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
 Parts = AsyncGenerator[Part, None]
 
 
-def a_request(rng: random.Random) -> dict[str, Any]:
-    """Return the native fields of a random request: greedy or seeded, with a short or a long answer."""
+def a_request(rng: random.Random, image_share: float = 0.0) -> dict[str, Any]:
+    """Return the native fields of a random request: greedy or seeded, with a short or a long answer, and with images in
+    a share of the requests."""
     grammar = rng.choice(GRAMMARS) if rng.random() < WITH_GRAMMAR else {}
+    text = rng.choice(PROMPTS).format(rng.choice(PLACES))
+    images = [an_image(rng) for _ in range(rng.choice([1, 1, 2]))] if rng.random() < image_share else []
+    content = [*images, {"type": "text", "text": text}]
     return {
-        "text": rng.choice(PROMPTS).format(rng.choice(PLACES)),
+        **({"messages": [{"role": "user", "content": content}]} if images else {"text": text}),
         "temperature": rng.choice([0, 1]),
         "topp": 0.9,
         "infer_seed": rng.randrange(2**31),
@@ -53,6 +61,16 @@ def a_request(rng: random.Random) -> dict[str, Any]:
         "penalty_score": rng.choice([1.0, 1.1]),
         **grammar,
     }
+
+
+def an_image(rng: random.Random) -> dict[str, Any]:
+    """Return an image part with one of NUM_IMAGES images, so that some are cached."""
+    own = random.Random(rng.randrange(NUM_IMAGES))
+    small = Image.frombytes("RGB", (8, 8), own.randbytes(192))
+    file = io.BytesIO()
+    small.resize((own.randint(30, 400), own.randint(30, 400)), Image.Resampling.NEAREST).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def a_hostile_request(rng: random.Random) -> dict[str, Any]:
@@ -128,7 +146,8 @@ def native_part(answer: dict[str, Any]) -> Part:
 
 
 def as_openai(fields: dict[str, Any]) -> dict[str, Any]:
-    body = {"model": "default", "messages": [{"role": "user", "content": fields["text"]}], "stream": True}
+    messages = fields.get("messages") or [{"role": "user", "content": fields["text"]}]
+    body = {"model": "default", "messages": messages, "stream": True}
     body |= {name: fields[name] for name in ("temperature", "ignore_eos")}
     body |= {"top_p": fields["topp"], "seed": fields["infer_seed"], "max_tokens": fields["max_dec_len"]}
     body |= {name: value for name, value in fields.items() if name.startswith("guided_")}

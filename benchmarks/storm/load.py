@@ -33,8 +33,8 @@ class Manner:
 class Load:
     """Clients of one server. Owns the recorded requests and their right answers."""
 
-    def __init__(self, clients: Clients, ledger: Ledger, rng: random.Random):
-        self._clients, self._ledger, self._rng = clients, ledger, rng
+    def __init__(self, clients: Clients, ledger: Ledger, rng: random.Random, image_share: float = 0.0):
+        self._clients, self._ledger, self._rng, self._image_share = clients, ledger, rng, image_share
         self._cases: list[tuple[dict[str, Any], Right]] = []
         self._num_asked = 0
 
@@ -48,7 +48,7 @@ class Load:
             assert not part.error, part
             return fields, Right(part.token_ids or (), part.text, part.finish_reason or "")
 
-        self._cases = await asyncio.gather(*(answer(a_request(self._rng)) for _ in range(count)))
+        self._cases = await asyncio.gather(*(answer(a_request(self._rng, self._image_share)) for _ in range(count)))
 
     def _named(self, fields: dict[str, Any]) -> dict[str, Any]:
         self._num_asked += 1

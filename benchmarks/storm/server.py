@@ -60,6 +60,7 @@ class StormServer(Server):
         workers = [
             pid for pid in of_server if is_fork_server(pid) and (stat := read_stat(pid)) and is_fork_server(stat.parent)
         ]
+        workers += [pid for pid in of_server if runs(pid, b"engine.images.worker")]
         return Counter(
             processes=len(of_server) - len(workers),
             workers=len(workers),
@@ -89,8 +90,13 @@ class StormServer(Server):
 
 def is_fork_server(pid: int) -> bool:
     """Return whether the process has the command line of a fork server of grammar workers, which its workers share."""
+    return runs(pid, b"engine.grammars.fork_server")
+
+
+def runs(pid: int, module: bytes) -> bool:
+    """Return whether the command line of a process has the name of a module."""
     with contextlib.suppress(OSError):
-        return b"engine.grammars.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return module in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
