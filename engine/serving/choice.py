@@ -32,6 +32,7 @@ class Choice:
         self._request = request
         self.prompt_outputs: PromptOutputs | None = None  # set by the engine before the first token
         self._prompt_ids, self._pooled, self._reasoning = prompt.token_ids, prompt.pooled, prompt.reasoning
+        self._num_image_tokens = sum(span.length for span in prompt.spans)
         self._tokenizer = tokenizer
 
     @property
@@ -76,7 +77,10 @@ class Choice:
             "token_ids": answer.token_ids[unsent],
             "send_idx": self.num_sent,
             "usage": wire.Usage(
-                len(self._prompt_ids), num_tokens, self.prompt_outputs and self.prompt_outputs.num_cached
+                len(self._prompt_ids),
+                num_tokens,
+                self.prompt_outputs and self.prompt_outputs.num_cached,
+                self._num_image_tokens,
             ),
             "infer_seed": self.sampling.seed,
             "inference_time_cost": seconds,

@@ -24,10 +24,16 @@ class Usage(NamedTuple):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None: unknown
+    image_tokens: int = 0  # of the prompt
 
     def fields(self) -> dict[str, int]:
         fields = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
-        return fields if self.cached_tokens is None else {**fields, "cached_tokens": self.cached_tokens}
+        return fields | self.prompt_details()
+
+    def prompt_details(self) -> dict[str, int]:
+        """Return what is known of the tokens of the prompt beside their number."""
+        cached = {} if self.cached_tokens is None else {"cached_tokens": self.cached_tokens}
+        return cached | ({"image_tokens": self.image_tokens} if self.image_tokens else {})
 
 
 class TokenLogprob(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,8 +106,10 @@ class OpenAIExchange:
         prompt_usages = [choice.usage for choice in self._choices[:: self._completion.n]]
         num_prompt, num_new = sum(usage.prompt_tokens for usage in prompt_usages), self.num_tokens
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-        num_cached = [each.cached_tokens for each in prompt_usages if each.cached_tokens is not None]
-        return {**usage, "prompt_tokens_details": {"cached_tokens": sum(num_cached)}} if num_cached else usage
+        details: Counter[str] = Counter()
+        for each in prompt_usages:
+            details.update(each.prompt_details())
+        return {**usage, "prompt_tokens_details": dict(details)} if details else usage
 
     # --- a stream ---
 

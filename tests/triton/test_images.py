@@ -77,15 +77,16 @@ def native(server, messages, **more):
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_every_protocol_gives_the_answer_of_the_offline_engine(server, client, expected, name):
+def test_every_protocol_gives_the_answer_of_the_offline_engine(server, client, checkpoint, expected, name):
     chat, answer = CHATS[name], expected[name]
     assert native(server, chat)["tokens_all_ids"] == answer.token_ids
     options = {"temperature": 0, "extra_body": {"ignore_eos": True}}
     choice = client.chat.completions.create(model="default", messages=chat, max_tokens=12, **options)
-    assert (choice.choices[0].message.content, choice.usage.prompt_tokens) == (
-        answer.text,
-        len(answer.prompt_token_ids),
-    )
+    assert choice.choices[0].message.content == answer.text
+    assert choice.usage.prompt_tokens == len(answer.prompt_token_ids)
+    image_token_id = json.loads((checkpoint / "config.json").read_text())["image_token_id"]
+    num_image_tokens = choice.usage.prompt_tokens_details.model_dump()["image_tokens"]
+    assert num_image_tokens == answer.prompt_token_ids.count(image_token_id) > 0
     *images, text = chat[0]["content"]
     urls = [part["image_url"]["url"] for part in images]
     items = [*({"type": "input_image", "image_url": url} for url in urls), {"type": "input_text", "text": text["text"]}]

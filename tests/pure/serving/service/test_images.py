@@ -60,7 +60,8 @@ def test_pixels_come_to_the_engine_and_tokens_of_images_are_counted(service, eng
     wait_until(lambda: not service._replies.get("a").prompt.spans[0].pixels)  # the client of the engine has them
     assert service._replies.get("a").state.request.images == ()
     engine.give(prompt, b"ab", "length")
-    assert sender.final["usage"]["prompt_tokens"] == len(prompt)
+    usage = sender.final["usage"]
+    assert (usage["prompt_tokens"], usage["image_tokens"]) == (len(prompt), 6)
 
 
 def test_an_image_that_takes_long_lets_no_other_request_wait(service, engine, processor, monkeypatch):
