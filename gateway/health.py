@@ -27,6 +27,7 @@ from engine.address import connect_host
 from engine.errors import ConfigError, RequestError
 from engine.log import configure
 from engine.settings.config import Config
+from engine.settings.disaggregation import SCHEDULER
 from engine.wire import ModelState
 from gateway import half_closed
 from gateway.backend import Backend, timeout
@@ -191,15 +192,25 @@ def main() -> None:
 
     from gateway.http_responses import is_worth_logging
     from gateway.metrics_proxy import make_metrics_app
+    from gateway.replicas.backend import ReplicatedBackend
+    from gateway.replicas.replica_set import ReplicaSet
     from gateway.triton_client import TritonBackend  # imported here because app.py needs only the checks of this module
     from gateway.triton_connections import TritonConnections
+
+    async def start_replicas(_: web.Application) -> None:
+        assert replicas
+        replicas.start()
 
     configure(config.log_level)
     server_logger.addFilter(is_worth_logging)
     host, port = config.service_host, config.health_http_port
     served = [config.service_grpc_port, *config.http_ports]
     ports = [(connect_host(host), number) for number in served]
-    app = make_health_app(TritonBackend(TritonConnections(config.triton_target)), ANSWER_WITHIN_S, ports)
+    backend: Backend = TritonBackend(TritonConnections(config.triton_target))
+    replicas = ReplicaSet(backend, config) if config.splitwise_role == SCHEDULER else None
+    app = make_health_app(ReplicatedBackend(replicas) if replicas else backend, ANSWER_WITHIN_S, ports)
+    if replicas:
+        app.on_startup.append(start_replicas)
     allow_connections()
     asyncio.run(serve({port: app, config.metrics_http_port: make_metrics_app(config.triton_page)}, host))
 

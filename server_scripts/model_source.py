@@ -74,6 +74,12 @@ def find_source(config: Config, name: str, report: Callable[[str], None]) -> Mod
     return ModelSource(path, config.served_model_name or path.resolve().name.removesuffix(GGUF))
 
 
+def source_of_scheduler(config: Config, name: str) -> ModelSource:
+    """Return the model that decode instances serve. It need not be on this machine."""
+    path = Path(name or config.model_dir)
+    return ModelSource(path, config.served_model_name or path.name)
+
+
 def fetch_draft_model(config: Config, report: Callable[[str], None]) -> None:
     """Fetch the draft model into MODEL_DIR if SPECULATE_MODEL_PATH is a name. Raise ModelUnavailable."""
     if config.draft_model_name:

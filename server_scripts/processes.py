@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.images.reader import processor_of
 from engine.settings.config import Config
 from engine.settings.device import may_be_gpu
-from engine.settings.disaggregation import MIXED
+from engine.settings.disaggregation import MIXED, SCHEDULER
 from engine.settings.images import IMAGE_BODY_BYTES
 from engine.settings.keys import replica_token
 from engine.settings.processes import ENGINE_PROGRESS_FILE, ENGINE_SUSPECT_FILE, TRITON_FOLDER, of_engine
@@ -57,25 +57,30 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
     if config.mp_nnode > 1:
         environ["HOST_IP"] = config.machines.ips[config.machines.host]  # also while the address is missing
     logs, python = log_paths(config), [sys.executable, "-m"]
-    specs = [engine_spec(config, environ, index) for index in range(config.data_parallel_size)]
-    specs.append(triton_spec(config, environ, run_dir, logs[TRITONSERVER]))
+    specs: list[ChildSpec] = []
+    if config.splitwise_role != SCHEDULER:
+        specs += [engine_spec(config, environ, index) for index in range(config.data_parallel_size)]
+        specs.append(triton_spec(config, environ, run_dir, logs[TRITONSERVER]))
     for index in range(config.push_mode_http_workers):
         command = [*python, "gateway", f"--index={index}"]
         env = {**MEMORY_DEFAULTS, **environ, "API_KEY": config.api_key, "API_KEYS": config.api_keys}
         specs.append(ChildSpec(f"{GATEWAY}-{index}", command, env, logs[GATEWAY]))
-    specs.append(ChildSpec(HEALTH, [*python, "gateway.health"], environ, logs[HEALTH]))
+    specs.append(ChildSpec(HEALTH, [*python, "gateway.health"], with_peer_token(config, environ), logs[HEALTH]))
     return specs
+
+
+def with_peer_token(config: Config, environ: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a process that talks to other instances, but must not know the keys."""
+    return environ if config.splitwise_role == MIXED else {**environ, "PEER_TOKEN": replica_token(config.owners)}
 
 
 def engine_spec(config: Config, environ: dict[str, str], index: int) -> ChildSpec:
     """Return the spec of the engine process with this index."""
     name = of_engine(ENGINE, index)
-    if config.splitwise_role != MIXED:  # it must know the other instances, but not the keys
-        environ = {**environ, "PEER_TOKEN": replica_token(config.owners)}
     return ChildSpec(
         name=name,
         command=[sys.executable, "-m", "engine.process"],
-        env={**environ, "ENGINE_INDEX": str(index)},
+        env={**with_peer_token(config, environ), "ENGINE_INDEX": str(index)},
         log_path=log_paths(config)[name],
         max_crashes=config.engine_max_crashes,
         progress_file=config.engine_path(ENGINE_PROGRESS_FILE, index),

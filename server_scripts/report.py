@@ -10,7 +10,7 @@ from engine.address import connect_host, in_url
 from engine.log import printable
 from server_scripts import logs
 from server_scripts.child import Child
-from server_scripts.processes import ENGINE, TRITONSERVER
+from server_scripts.processes import ENGINE, GATEWAY, TRITONSERVER
 from server_scripts.run_dir import ServerState
 from server_scripts.supervisor import StartFailed, Supervisor
 
@@ -76,6 +76,8 @@ class StartProgress:
     def _step(self) -> tuple[str, Child | None]:
         """Return the current step of the start and the process that it depends on."""
         seen, named = self._supervisor.seen, self._supervisor.named
+        if named(TRITONSERVER) is None:  # a scheduler
+            return (seen.state or {}).get("reason") or "starting the gateway", named(f"{GATEWAY}-0")
         if seen.state is None:
             return "starting the engine and tritonserver", named(TRITONSERVER)
         if not seen.state.get("ready"):

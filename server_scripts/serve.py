@@ -14,18 +14,20 @@ from engine.errors import ConfigError
 from engine.log import configure
 from engine.settings.config import Config
 from engine.settings.device import check_packages
+from engine.settings.disaggregation import SCHEDULER
 from engine.settings.foreign.table import notes_on_variables
 from engine.settings.processes import TRITON_FOLDER
 from engine.settings.tls import server_context
 from engine.settings.unused import likely_misspelt
 from server_scripts import logs, ports, takeover
 from server_scripts.health import HealthMonitor
-from server_scripts.model_source import export_if_needed, fetch_draft_model, find_source
+from server_scripts.model_source import export_if_needed, fetch_draft_model, find_source, source_of_scheduler
 from server_scripts.probe import Probe
 from server_scripts.processes import all_specs, log_paths
 from server_scripts.reload import change_model, release, take_reload_request
 from server_scripts.report import Reporter, StartProgress, summary
 from server_scripts.run_dir import Process, RunDir, ServerState, make_folder
+from server_scripts.scheduler import SchedulerProbe
 from server_scripts.shutdown import shut_down, stop_timeout_s
 from server_scripts.stop import kill_all
 from server_scripts.supervisor import TURN_S, TURN_WHILE_STARTING_S, StartFailed, Supervisor
@@ -83,8 +85,9 @@ def prepare(config: Config, run_dir: RunDir, orphans: ServerState | None) -> Non
 
     Leftovers of an earlier server are removed, except `orphans`, which may continue to serve. Raise SetupError.
     """
-    find_tritonserver()
-    check_packages(config)
+    if config.splitwise_role != SCHEDULER:
+        find_tritonserver()
+        check_packages(config)
     server_context(config)
     check_call_format(config)
     make_folder("FD_LOG_DIR", config.log_path)
@@ -145,10 +148,15 @@ def make_supervisor(
     """
     for sentence in [*likely_misspelt(), *notes_on_variables()]:
         report(f"note: {sentence}")
-    source = find_source(config, model_name or config.model_name, report)
-    report(f"model {source.path}")
-    fetch_draft_model(config, report)
-    graph_dir = export_if_needed(config, source, report)
+    is_scheduler = config.splitwise_role == SCHEDULER
+    if is_scheduler:
+        source = source_of_scheduler(config, model_name or config.model_name)
+        graph_dir = source.path
+    else:
+        source = find_source(config, model_name or config.model_name, report)
+        report(f"model {source.path}")
+        fetch_draft_model(config, report)
+        graph_dir = export_if_needed(config, source, report)
     fingerprint = takeover.fingerprint(config, graph_dir, source.label)
     if orphans and orphans.fingerprint != fingerprint:
         report("what an earlier start_server has left running has other settings or another model: ending it")
@@ -160,7 +168,7 @@ def make_supervisor(
         run_dir=run_dir,
         state=replace(new_state(config, source.label, "starting"), fingerprint=fingerprint),
         config=config,
-        monitor=HealthMonitor(Probe(config)),
+        monitor=HealthMonitor((SchedulerProbe if is_scheduler else Probe)(config)),
         every_turn=Maintenance(config, run_dir),
     )
     if orphans:

@@ -21,12 +21,15 @@ from engine import __version__
 from engine.errors import ConfigError, SetupError
 from engine.log import printable
 from engine.settings.config import Config
+from engine.settings.disaggregation import SCHEDULER
+from engine.settings.foreign.rank_table import settings_of_tables
 from engine.settings.foreign.table import check_variables
 from server_scripts.child import ROOT, describe_exit
 from server_scripts.model_source import local_folder
 from server_scripts.options import OptionParser
 from server_scripts.processes import log_paths
 from server_scripts.report import Reporter
+from server_scripts.scheduler import check_instances
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
@@ -53,11 +56,7 @@ def main() -> int:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the kernel removes cores that a container may not use
     mode = change if given.reload else run if given.foreground else report_sizes if given.dry_run else detach
     try:
-        check_variables()
-        config = Config.from_env()
-        if config.lora_path and not config.lora_path.is_dir():
-            raise ConfigError(f"LORA_DIR is {config.lora_dir!r}, there is no such folder")
-        os.environ.update(absolute_paths(config))  # because the server runs in another folder
+        config = read_settings()
         name = given.model_name or config.model_name
         return mode(str(local_folder(name, config.model_dir) or name), report)
     except ConfigError as error:
@@ -73,6 +72,19 @@ def main() -> int:
         os._exit(128 + interrupted.number)  # a normal exit would wait for threads that are blocked on a download
 
 
+def read_settings() -> Config:
+    """Return the settings, and add those of rank tables and absolute paths to the environment. Raises ConfigError."""
+    os.environ.update(settings_of_tables(os.environ))
+    check_variables()
+    config = Config.from_env()
+    if config.splitwise_role == SCHEDULER:
+        check_instances(os.environ)
+    if config.lora_path and not config.lora_path.is_dir():
+        raise ConfigError(f"LORA_DIR is {config.lora_dir!r}, there is no such folder")
+    os.environ.update(absolute_paths(config))  # because the server runs in another folder
+    return config
+
+
 def run(model_name: str, report: Reporter, on_ready: Callable[[], None] | None = None) -> int:
     """Run the server in this process, which is process 1 in a container."""
     from server_scripts.serve import serve  # imported late: it must not be loaded before `detach` forks
@@ -83,6 +95,8 @@ def run(model_name: str, report: Reporter, on_ready: Callable[[], None] | None =
 
 def change(model_name: str, report: Reporter) -> int:
     """Ask the running server to load this model."""
+    if Config.from_env().splitwise_role == SCHEDULER:
+        raise ConfigError("SPLITWISE_ROLE is scheduler, which has no model: reload those of the other instances")
     from server_scripts.reload_client import reload
 
     os.chdir(ROOT)

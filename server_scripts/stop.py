@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 from engine.log import printable
 from engine.settings.config import Config
 from engine.settings.disaggregation import ROLES, fill_in
+from engine.settings.foreign.rank_table import settings_of_tables
 from engine.settings.processes import STOPPING_FILE, default_run_path
 from engine.settings.stopping import Stopping
 from server_scripts.completion import add_completion
@@ -44,8 +45,8 @@ def main() -> int:
     add_completion(parser)
     given = parser.parse_args()
     # Only these settings are read, so that a wrong one elsewhere cannot prevent a stop.
-    config = Config(**folders_of(os.environ))
     try:
+        config = Config(**folders_of({**os.environ, **settings_of_tables(os.environ)}))
         if config.run_path.exists():
             return stop(RunDir(config.run_path), given.seconds)
         report_no_server(config.run_path)
@@ -122,8 +123,10 @@ def report_no_server(run_path: Path, folder: Path = default_run_path()) -> None:
     print("stop_server: no server was running")
     for path in sorted(folder.parent.glob(f"{folder.name}*")):
         if path != run_path and (state := read_state(path)) and state.supervisor.is_alive:
-            command = f"FD_LOG_DIR={shlex.quote(state.log_dir)} stop_server"
-            print(printable(f"stop_server: another one runs (pid {state.supervisor.pid}): {command}"))
+            has_role = any(f"-{role}-" in path.name for role in ROLES)
+            folder_of_it = f"RUN_DIR={path}" if has_role else f"FD_LOG_DIR={shlex.quote(state.log_dir)}"
+            text = f"stop_server: another one runs (pid {state.supervisor.pid}): {folder_of_it} stop_server"
+            print(printable(text))
 
 
 def find(run_dir: RunDir) -> tuple[ServerState | None, int | None]:

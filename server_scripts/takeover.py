@@ -37,5 +37,6 @@ def fingerprint(config: Config, graph_dir: Path, served_name: str) -> str:
     It reveals nothing about the settings, some of which are secret.
     """
     made_of = (astuple(config), str(graph_dir), served_name, sys.executable, str(ROOT))
-    model = b"".join((graph_dir / name).read_bytes() for name in (MANIFEST, CONFIG))
+    files = [graph_dir / name for name in (MANIFEST, CONFIG)]
+    model = b"".join(path.read_bytes() for path in files if path.is_file())  # a scheduler has no model
     return hashlib.sha256(repr(made_of).encode() + model).hexdigest()

@@ -15,7 +15,6 @@ RANK_TABLES = "Ascend: prefill and decode on separate instances"
 # (document, environment and options of a start, the variables that it sets | the error)
 Started = dict[str, str]
 OF_TOOL = "is not supported: it is an option of pd_ranktable_tools.py"
-ONE_ROLE = "is not supported: prefill and decode run in the same server"
 GRAPHS = [
     *[1, 2, 4],
     *[8 * i for i in range(1, 17)],
@@ -396,10 +395,15 @@ LOCAL_TABLE = {
     "server_count": "1",
     "server_list": [{**_SERVER, "device": _DEVICES[1]}],
 }
-FILES = (
-    (RANK_TABLES, GLOBAL_TABLE, "GLOBAL_RANK_TABLE_FILE_PATH", ONE_ROLE),
-    (RANK_TABLES, LOCAL_TABLE, "RANK_TABLE_FILE_PATH", ONE_ROLE),
-)
+# What the documented tables come to at the decode instance, with NODE_PORTS=8088,8089
+OF_TABLES: Started = {
+    "SPLITWISE_ROLE": "decode",
+    "SERVICE_HTTP_PORT": "8089",
+    "PREFILL_INSTANCES": "localhost:8488",
+    "REPLICAS": "localhost:8189",
+    "MP_NUM": "2",
+    "CUDA_VISIBLE_DEVICES": "6,7",
+}
 
 # (document, port, path of a GET)
 ADDRESSES = (

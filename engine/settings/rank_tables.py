@@ -7,6 +7,7 @@ instance, which is an entry of the global table. The module opens no connections
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,47 @@ def own_instance(path: str, instances: list[Instance]) -> int:
     return found[0]
 
 
-def check_ports(text: str, port: int, own: int, instances: list[Instance]) -> None:
-    """Check NODE_PORTS. `port` is the HTTP port of `instances[own]`. Raises ConfigError with the wrong port."""
+@dataclass(frozen=True)
+class Deployment:
+    """Instances of a global table, one of which starts now."""
+
+    instances: list[Instance]  # scheduler, prefill, decode
+    own: int  # index of the one that starts
+    ports: tuple[int, ...]  # HTTP ports of prefill and decode instances, in their order
+
+    @property
+    def instance(self) -> Instance:
+        return self.instances[self.own]
+
+    def workers(self, *roles: str) -> list[tuple[Instance, int]]:
+        """Return the prefill and decode instances, or those with one of the roles, with their HTTP ports."""
+        workers = [each for each in self.instances if each.role != GROUPS[0]]
+        return [pair for pair in zip(workers, self.ports, strict=True) if not roles or pair[0].role in roles]
+
+    @property
+    def own_port(self) -> int | None:
+        """Return the HTTP port that NODE_PORTS gives to the instance that starts."""
+        return next((port for each, port in self.workers() if each is self.instance), None)
+
+
+def read_deployment(environ: Mapping[str, str]) -> Deployment | None:
+    """Return the deployment that the variables describe, or None without rank tables. Raises ConfigError."""
+    given = [name for name in (GLOBAL, LOCAL) if environ.get(name)]
+    if not given:
+        return None
+    for name in (GLOBAL, LOCAL, PORTS):
+        if not environ.get(name):
+            raise ConfigError(f"{given[0]} is set, so {name} must be set as well")
+    instances = read_global(GLOBAL, environ[GLOBAL])
+    own = own_instance(environ[LOCAL], instances)
+    port = environ.get("SERVICE_HTTP_PORT", "")
+    ports = check_ports(environ[PORTS], int(port) if port.isdecimal() else None, own, instances)
+    return Deployment(instances, own, ports)
+
+
+def check_ports(text: str, port: int | None, own: int, instances: list[Instance]) -> tuple[int, ...]:
+    """Return the ports of NODE_PORTS. `port` is the HTTP port of `instances[own]` if it is given. Raises ConfigError
+    with the wrong port."""
     parts = [part.strip() for part in text.split(",")]
     workers = [each for each in instances if each.role != GROUPS[0]]
     if not all(part.isascii() and part.isdigit() and 0 < int(part) < 1 << 16 for part in parts):
@@ -114,12 +154,13 @@ def check_ports(text: str, port: int, own: int, instances: list[Instance]) -> No
         if other := used.get((each.host, int(part))):
             raise ConfigError(f"{PORTS} is {text!r}, which has port {part} twice on {each.host}: {other}; {each}")
         used[each.host, int(part)] = each
-        if each is instances[own] and int(part) != port:
+        if each is instances[own] and port is not None and int(part) != port:
             order = "; ".join(map(str, workers))
             problem = f"{PORTS} is {text!r}, where the {each} has port {part}, but its --port is {port}"
             raise ConfigError(f"{problem}: the order must be that of {GLOBAL} ({order})")
-    if instances[own].role == GROUPS[0] and (other := used.get((instances[own].host, port))):
+    if instances[own].role == GROUPS[0] and port and (other := used.get((instances[own].host, port))):
         raise ConfigError(f"{PORTS} is {text!r}, which has the scheduler's own --port {port} for the {other}")
+    return tuple(map(int, parts))
 
 
 def _read(name: str, path: str) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class ReplicatedBackend:
         raise unknown
 
     async def is_live(self) -> bool:
-        return await self.replicas.local.backend.is_live()
+        return not self.replicas.has_model or await self.replicas.local.backend.is_live()
 
     async def close(self) -> None:
         await self.replicas.close()

@@ -15,6 +15,7 @@ import grpc
 from engine.address import in_url
 from engine.placement import KnownPrefixes
 from engine.settings.config import Config
+from engine.settings.disaggregation import SCHEDULER
 from engine.settings.keys import replica_token
 from gateway.backend import Backend
 from gateway.health import ANSWER_WITHIN_S, CachedHealthCheck, readiness
@@ -98,7 +99,8 @@ class ReplicaSet:
         self.local.identity, self.local.known = self.served.identity, self.served.known
         self._local_ready: CachedHealthCheck = readiness(local, ANSWER_WITHIN_S)
         self._addresses = config.replica_addresses
-        self.token = replica_token(config.owners)
+        self.has_model = config.splitwise_role != SCHEDULER
+        self.token = config.peer_token or replica_token(config.owners)
         self._new_replica: Callable[[Address, str], RemoteReplica] = partial(
             RemoteReplica, token=self.token, credentials=replica_credentials(config)
         )

@@ -27,9 +27,9 @@ class Deviation:
 
 DOCKER_BUILD = "docker build -f dockerfiles/Dockerfile.cuda -t llm-server ."
 NO_ASCEND = "runs on NVIDIA GPUs and CPUs; Ascend devices are not supported"
-NO_INSTANCES = (
-    "the same as `start_server --foreground`; rank tables in the environment are checked and then refused, because"
-    " prefill and decode run in the same server"
+INSTANCES = (
+    "the same as `start_server --foreground`, which reads the rank tables of the environment; on CPUs, the number of"
+    " devices is the number of ranks"
 )
 TABLES = "the same files; `device_ip` is the address of the RDMA interface, or that of the host without one"
 
@@ -90,7 +90,7 @@ COMMANDS = (
     Command(VLLM, "vllm serve M", "start_server --foreground M"),
     Command(VLLM, "python -m vllm.entrypoints.openai.api_server --model M", "start_server --foreground --model M"),
     Command(VLLM, "vllm run-batch -i IN -o OUT", "run_batch -i IN -o OUT", "asks a running server"),
-    Command(RANK_TABLE, "sh start_servers.sh --model=M", "start_servers.sh --model=M", NO_INSTANCES),
+    Command(RANK_TABLE, "sh start_servers.sh --model=M", "start_servers.sh --model=M", INSTANCES),
     Command(RANK_TABLE, "python pd_ranktable_tools.py --mode gen", "pd_ranktable_tools.py --mode gen", TABLES),
     Command(RANK_TABLE, "python pd_ranktable_tools.py --mode merge", "pd_ranktable_tools.py --mode merge", TABLES),
     Command(RANK_TABLE, "hccn_tool -i 0 -ip -g", "", "pd_ranktable_tools.py writes the address of the RDMA interface"),

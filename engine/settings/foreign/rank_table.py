@@ -4,36 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from engine.address import in_url
 from engine.errors import ConfigError
-from engine.settings.config import Config
-from engine.settings.foreign.row import RANK_TABLE, OptionMeaning, OptionRow, ignored, refused
-from engine.settings.rank_tables import GLOBAL, LOCAL, PORTS, check_ports, own_instance, read_global
+from engine.settings.disaggregation import DECODE, PORT_OFFSETS, PREFILL, SCHEDULER
+from engine.settings.foreign.row import RANK_TABLE, OptionRow, ignored, refused
+from engine.settings.rank_tables import GLOBAL, LOCAL, PORTS, Deployment, read_deployment
 
-ONE_SERVER = (
-    "prefill and decode run in the same server; start one server, on several machines with POD_IPS and MP_NNODE"
-)
 TOOL = "it is an option of pd_ranktable_tools.py"
 
 
-def _refuse(name: str, path: str, environ: Mapping[str, str]) -> OptionMeaning:
-    """Check the tables of the environment, then refuse them. An error in the tables has a message of its own."""
-    if name == LOCAL and environ.get(GLOBAL):
-        return OptionMeaning()  # it is checked with the global table
-    instance = ""
-    if name == GLOBAL:
-        instances = read_global(GLOBAL, path)
-        if environ.get(LOCAL):
-            own = own_instance(environ[LOCAL], instances)
-            instance = f"; this is the {instances[own]}"
-            if environ.get(PORTS):
-                check_ports(environ[PORTS], Config.from_env(environ).service_http_port, own, instances)
-    raise ConfigError(f"{name} is not supported: {ONE_SERVER}{instance}")
+def settings_of_tables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that follow from the rank tables in the environment; none without tables. Raises
+    ConfigError."""
+    deployment = read_deployment(environ)
+    if deployment is None:
+        return {}
+    role = deployment.instance.role
+    found = {"SPLITWISE_ROLE": role}
+    if deployment.own_port:
+        found["SERVICE_HTTP_PORT"] = str(deployment.own_port)
+    if role == DECODE:
+        found["PREFILL_INSTANCES"] = _addresses(deployment, PREFILL, "engine_worker_queue_port")
+    if role in (DECODE, SCHEDULER):
+        found["REPLICAS"] = _addresses(deployment, DECODE, "service_grpc_port")
+    if devices := deployment.instance.device_ids:
+        found["MP_NUM"] = str(len(devices))
+    for name, value in found.items():
+        if environ.get(name, value) != value:
+            raise ConfigError(f"{name} is {environ[name]}, the rank tables give the {deployment.instance} {value}")
+    if deployment.instance.device_ids:
+        found["CUDA_VISIBLE_DEVICES"] = environ.get("CUDA_VISIBLE_DEVICES") or ",".join(deployment.instance.device_ids)
+    return found
+
+
+def _addresses(deployment: Deployment, role: str, port_name: str) -> str:
+    """Return the addresses of all instances with this role. Raises ConfigError if there is none."""
+    found = [f"{in_url(each.host)}:{port + PORT_OFFSETS[port_name]}" for each, port in deployment.workers(role)]
+    if not found:
+        raise ConfigError(f"{GLOBAL} has no {role} instance")
+    return ",".join(found)
 
 
 ROWS: tuple[OptionRow, ...] = (
-    refused(GLOBAL, ONE_SERVER, RANK_TABLE, read=_refuse),
-    refused(LOCAL, ONE_SERVER, RANK_TABLE, read=_refuse),
-    ignored(PORTS, "only instances with rank tables read it", RANK_TABLE),
+    OptionRow(
+        GLOBAL,
+        (RANK_TABLE,),
+        remark="the same; SPLITWISE_ROLE, MP_NUM and the addresses of the other instances follow from the tables",
+    ),
+    OptionRow(LOCAL, (RANK_TABLE,), remark="the same; both spellings of the file's name are read"),
+    OptionRow(PORTS, (RANK_TABLE,), remark="the same, for every instance"),
     ignored("USE_OPENAI", "OpenAI's API and vLLM's /generate are both served", RANK_TABLE),
     ignored("LLM_TOOLS_PATH", "the tools are on the PATH", RANK_TABLE),
     refused(

@@ -14,6 +14,7 @@ from engine.models.paddlenlp import program_of, rank_files
 from engine.settings.config import Config
 from engine.settings.foreign import commands
 from engine.settings.foreign.keywords import FIELDS, own_keywords
+from engine.settings.foreign.rank_table import settings_of_tables
 from engine.settings.foreign.table import VARIABLES, check_variables
 from engine.text.sentencepiece import model_file
 from engine.wire import parse_request
@@ -24,10 +25,12 @@ from tests.documents import (
     ADDRESSES,
     COMMANDS,
     DOWNLOADS,
-    FILES,
+    GLOBAL_TABLE,
     LAYOUTS,
+    LOCAL_TABLE,
     MODELS,
     OF_PARAMETERS,
+    OF_TABLES,
     REQUESTS,
     STARTS,
 )
@@ -50,6 +53,7 @@ def started(typed):
     parser = OptionParser("start_server", "")
     parser.add_argument("model_name", nargs="?")
     parser.parse_into(environ, words[num_variables:])
+    environ |= settings_of_tables(environ)
     check_variables(environ)
     Config.from_env(environ)
     return environ
@@ -148,11 +152,13 @@ def test_a_documented_layout_of_a_model_is_read(document, files, program, tokeni
     assert (program_of(parameters), model_file(tmp_path)) == (tmp_path / program, tmp_path / tokenizer)
 
 
-@pytest.mark.parametrize(("document", "content", "variable", "error"), FILES)
-def test_a_documented_file_is_read_or_refused_by_its_variable(document, content, variable, error, tmp_path):
-    (tmp_path / "file.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=f"^{variable} {error}"):
-        check_variables({variable: str(tmp_path / "file.json")})
+def test_documented_rank_tables_give_the_settings_of_an_instance(tmp_path):
+    paths = {"GLOBAL_RANK_TABLE_FILE_PATH": GLOBAL_TABLE, "RANK_TABLE_FILE_PATH": LOCAL_TABLE}
+    for name, content in paths.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    environ = {name: str(tmp_path / name) for name in paths} | {"NODE_PORTS": "8088,8089"}
+    assert settings_of_tables(environ) == OF_TABLES
+    assert Config.from_env(environ | OF_TABLES).prefill_addresses == [("localhost", 8488)]
 
 
 @pytest.mark.parametrize(("document", "port", "path"), ADDRESSES)

@@ -1,7 +1,9 @@
-"""Rank tables: the tool writes the documents' files, and start_servers.sh checks them before it refuses them."""
+"""Rank tables: the tool writes the documents' files, and an instance takes its settings from them."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -9,9 +11,13 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.settings import rank_tables
-from engine.settings.foreign.table import check_variables
+from engine.settings.config import Config
+from engine.settings.disaggregation import PORT_OFFSETS
+from engine.settings.foreign.rank_table import settings_of_tables
 from server_scripts import pd_ranktable_tools as tool
+from server_scripts.scheduler import check_instances
 from tests.documents import GLOBAL_TABLE, LOCAL_TABLE
+from tests.server import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 GEN = "--mode gen --prefill-server-list 4,5 --decode-server-list 6,7 --api-server --save-dir"
@@ -95,8 +101,6 @@ def test_a_wrong_table_is_refused_with_the_reason(tables, tmp_path, capsys, argu
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"part": "host", "port": 9000}, "is not supported: .*; this is the scheduler instance 10.0.0.18"),
-        ({"spelling": "local_rank_table_"}, "is not supported: .*; this is the decode instance 10.0.0.18, devices 6,7"),
         (
             {"part": "45", "port": 8088, "ports": "8089,8088"},
             "prefill instance .* has port 8089, but its --port is 8088",
@@ -105,11 +109,48 @@ def test_a_wrong_table_is_refused_with_the_reason(tables, tmp_path, capsys, argu
         ({"ports": "8089,8089"}, "port 8089 twice on 10.0.0.18"),
         ({"part": "host", "port": 8088}, "the scheduler's own --port 8088"),
         ({"part": "89"}, "local_rank_table_10.0.0.18_89.json', which cannot be read"),
+        ({"MP_NUM": "4"}, "MP_NUM is 4, the rank tables give the decode instance 10.0.0.18, devices 6,7 2"),
+        ({"NODE_PORTS": ""}, "GLOBAL_RANK_TABLE_FILE_PATH is set, so NODE_PORTS must be set as well"),
     ],
 )
-def test_an_instance_is_refused_with_its_role_or_the_error_in_its_tables(tables, tmp_path, changes, problem):
+def test_an_error_in_the_tables_of_an_instance_is_found_at_start(tables, tmp_path, changes, problem):
+    variables = {name: value for name, value in changes.items() if name.isupper()}
+    arguments = {name: value for name, value in changes.items() if name not in variables}
     with pytest.raises(ConfigError, match=problem):
-        check_variables(environment(tmp_path, **changes))
+        settings_of_tables(environment(tmp_path, **arguments) | variables)
+
+
+@pytest.mark.parametrize(
+    ("part", "port", "expected"),
+    [
+        ("host", 9000, {"SPLITWISE_ROLE": "scheduler", "REPLICAS": "10.0.0.18:8189"}),
+        ("45", 8088, {"SPLITWISE_ROLE": "prefill", "MP_NUM": "2"}),
+        ("67", 8089, {"SPLITWISE_ROLE": "decode", "PREFILL_INSTANCES": "10.0.0.18:8488", "REPLICAS": "10.0.0.18:8189"}),
+    ],
+)
+def test_tables_give_the_role_of_an_instance_and_the_addresses_of_the_others(tables, tmp_path, part, port, expected):
+    for spelling in ("local_ranktable_", "local_rank_table_"):
+        environ = environment(tmp_path, spelling, part, port)
+        assert settings_of_tables(environ).items() >= expected.items()
+        Config.from_env(environ | settings_of_tables(environ))
+
+
+def test_a_scheduler_notices_that_instances_listen_on_each_others_ports(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOST_IP", "127.0.0.1")
+    options = f"--mode gen --prefill-server-list 4 --decode-server-list 6 --api-server --save-dir {tmp_path}"
+    assert tool.main(options.split()) == 0
+    with contextlib.ExitStack() as opened:
+        prefill, decode = free_ports(2)
+        for port in (prefill, prefill + PORT_OFFSETS["engine_worker_queue_port"], decode):
+            opened.enter_context(socket.create_server(("127.0.0.1", port)))
+        variables = {
+            "GLOBAL_RANK_TABLE_FILE_PATH": str(tmp_path / "global_ranktable_127.0.0.1.json"),
+            "RANK_TABLE_FILE_PATH": str(tmp_path / "local_ranktable_127.0.0.1_host.json"),
+        }
+        check_instances({**variables, "NODE_PORTS": f"{prefill},{decode}"})
+        with pytest.raises(ConfigError, match=f"prefill instance .* has port {decode}, but a decode instance listens"):
+            check_instances({**variables, "NODE_PORTS": f"{decode},{prefill}"})
+    check_instances({**variables, "NODE_PORTS": f"{decode},{prefill}"})  # what does not run cannot be checked
 
 
 def test_start_servers_refuses_a_wrong_order_of_ports_within_a_second(tables, tmp_path):
