@@ -23,7 +23,7 @@ class BlockAccess(Protocol):
         """Return the content of a block, that of all ranks one after another."""
         ...
 
-    def write_block(self, block: int, content: bytes) -> None:
+    def write_block(self, block: int, content: bytes | memoryview) -> None:
         """Overwrite a block with what `read_block` has returned elsewhere."""
         ...
 
@@ -43,11 +43,11 @@ class BlocksOfRanks:
             other.send((block, None, self._first.num_steps))
         return self._first.read_block(block) + b"".join([other.recv_bytes() for other in self._others])
 
-    def write_block(self, block: int, content: bytes) -> None:
+    def write_block(self, block: int, content: bytes | memoryview) -> None:
         """See `BlockAccess`. All ranks have written on return."""
         size = len(content) // (1 + len(self._others))
         for place, other in enumerate(self._others, 1):
-            other.send((block, content[place * size : (place + 1) * size], 0))
+            other.send((block, bytes(content[place * size : (place + 1) * size]), 0))
         self._first.write_block(block, content[:size])
         for other in self._others:
             other.recv_bytes()

@@ -26,7 +26,7 @@ READ_LIMIT = 1 << 22
 class PulledBlocks:
     """Destination of pulled blocks. `write_block` is called in the thread of the transfer."""
 
-    write_block: Callable[[int, bytes], None]
+    write_block: Callable[[int, bytes | memoryview], None]
     block_bytes: int  # of all ranks
     identity: Mapping[str, str]  # see `ServedBlocks`
 
@@ -138,7 +138,7 @@ class _Instance:
         opening = asyncio.open_connection(host, port, ssl=tls, limit=READ_LIMIT)
         reader, self._writer = await messages.within(messages.CONNECT_WITHIN_S, opening)
         self._send(messages.HELLO, self._client.token, self._client.pulled.identity)
-        kind, fields, _ = await messages.read(reader, messages.SILENT_S, 0)
+        kind, fields, _ = await messages.read(reader, messages.SILENT_S)
         self.refusal = fields[0] if kind == messages.REFUSED else ""
         self.has_answered = True
         if kind != messages.WELCOME:
@@ -147,10 +147,10 @@ class _Instance:
         self.is_connected = True
         log.info("prefill instance %s is connected", self.name)
         beats = asyncio.create_task(self._beat())
+        memory = memoryview(bytearray(self._client.pulled.block_bytes))
         try:
             while True:
-                message = await messages.read(reader, messages.SILENT_S, self._client.pulled.block_bytes)
-                self._receive(*message)
+                self._receive(*await messages.read(reader, messages.SILENT_S, memory))
         finally:
             beats.cancel()
 
@@ -159,7 +159,7 @@ class _Instance:
             await asyncio.sleep(messages.BEAT_S)
             self._send(messages.BEAT)
 
-    def _receive(self, kind: str, fields: Sequence[Any], content: bytes) -> None:
+    def _receive(self, kind: str, fields: Sequence[Any], content: memoryview) -> None:
         if kind == messages.BEAT:
             return
         number, *rest = fields
@@ -174,7 +174,7 @@ class _Instance:
             log.warning("prefill instance %s: %s", self.name, rest[0])
             self._finish(self._pulls[number])
 
-    def _write(self, number: int, index: int, digest: bytes, content: bytes) -> None:
+    def _write(self, number: int, index: int, digest: int, content: memoryview) -> None:
         pull, pulled = self._pulls[number], self._client.pulled
         key, is_whole = pull.keys[index], len(content) == pulled.block_bytes
         if not is_whole or digest != messages.checksum(self._epoch, key, content):

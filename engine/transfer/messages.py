@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import struct
+import zlib
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ LEASE_S = 4.0  # blocks of a decode instance that has sent nothing for this time
 CONNECT_WITHIN_S = 2.0
 READ_BYTES = 1 << 18  # at a time, so that a slow link does not look like silence
 MAX_HEADER_BYTES = 64 << 20
+NO_CONTENT = memoryview(b"")
 LENGTHS = struct.Struct("<II")  # bytes of the array and of the content
 
 
@@ -42,29 +43,40 @@ def pack(kind: str, *fields: Any, content: bytes = b"") -> bytes:
     return LENGTHS.pack(len(header), len(content)) + header + content
 
 
-async def read(reader: asyncio.StreamReader, silent_s: float, max_content: int) -> tuple[str, Sequence[Any], bytes]:
-    """Return kind, fields and content of the next message. Raises TimeoutError if nothing arrives for `silent_s`,
-    EOFError at the end of the connection, and ValueError for a message that `pack` has not made."""
+async def read(
+    reader: asyncio.StreamReader, silent_s: float, memory: memoryview = NO_CONTENT
+) -> tuple[str, Sequence[Any], memoryview]:
+    """Return kind, fields and content of the next message. The content is a part of `memory`, which is overwritten.
+
+    Raises TimeoutError if nothing arrives for `silent_s`, EOFError at the end of the connection, and ValueError for a
+    message that `pack` has not made."""
     header_len, content_len = LENGTHS.unpack(await _read(reader, LENGTHS.size, silent_s))
-    if header_len > MAX_HEADER_BYTES or content_len > max_content:
+    if header_len > MAX_HEADER_BYTES or content_len > len(memory):
         raise ValueError(f"a message of {header_len} and {content_len} bytes is too long")
     try:
         message = msgpack.unpackb(await _read(reader, header_len, silent_s), use_list=False)
         kind, *fields = message
     except (TypeError, msgpack.UnpackException, msgpack.ExtraData) as error:
         raise ValueError(f"the message is no msgpack array: {error}") from None
-    return kind, fields, await _read(reader, content_len, silent_s)
+    content = memory[:content_len]
+    await _read_into(reader, content, silent_s)
+    return kind, fields, content
 
 
 async def _read(reader: asyncio.StreamReader, count: int, silent_s: float) -> bytes:
-    parts, num_missing = [], count
-    while num_missing:
-        part = await within(silent_s, reader.read(min(num_missing, READ_BYTES)))
+    found = bytearray(count)
+    await _read_into(reader, memoryview(found), silent_s)
+    return bytes(found)
+
+
+async def _read_into(reader: asyncio.StreamReader, memory: memoryview, silent_s: float) -> None:
+    start = 0
+    while start < len(memory):
+        part = await within(silent_s, reader.read(min(len(memory) - start, READ_BYTES)))
         if not part:
             raise EOFError("the connection was closed")
-        parts.append(part)
-        num_missing -= len(part)
-    return b"".join(parts)
+        memory[start : start + len(part)] = part
+        start += len(part)
 
 
 async def within(timeout_s: float, awaitable: Awaitable[T]) -> T:
@@ -75,9 +87,9 @@ async def within(timeout_s: float, awaitable: Awaitable[T]) -> T:
         raise TimeoutError(f"it was silent for {timeout_s:g} s") from None
 
 
-def checksum(epoch: bytes, key: bytes, content: bytes) -> bytes:
+def checksum(epoch: bytes, key: bytes, content: bytes | memoryview) -> int:
     """Return the checksum of a block, which also covers its key and the process that has computed it."""
-    return hashlib.blake2b(content, digest_size=8, key=epoch + key).digest()
+    return zlib.crc32(content, zlib.crc32(epoch + key))
 
 
 def difference(ours: Mapping[str, str], theirs: Any) -> str:

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 MAX_JOBS = 4096  # of one connection
 READ_LIMIT = 1 << 20
+WRITE_AHEAD_BYTES = 4 << 20  # so that the link is busy while the next block is prepared
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class PrefillServer:
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the first message. Raises TransferRefused with the reason, which the other side gets as well."""
-        kind, fields, _ = await messages.read(reader, messages.LEASE_S, 0)
+        kind, fields, _ = await messages.read(reader, messages.LEASE_S)
         if kind != messages.HELLO or len(fields) != 2 or not isinstance(fields[0], str):
             raise ValueError("the first message is no hello")
         reason = messages.difference(self.served.identity, fields[1])
@@ -85,6 +86,7 @@ class _Connection:
         self._reader, self._writer = reader, writer
         self._jobs: dict[int, PrefillJob] = {}  # by the numbers of the decode instance
         self._number_of: dict[str, int] = {}
+        writer.transport.set_write_buffer_limits(WRITE_AHEAD_BYTES)
         self._outbox: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
@@ -109,7 +111,7 @@ class _Connection:
 
     async def _receive(self) -> None:
         while True:
-            kind, fields, _ = await messages.read(self._reader, messages.LEASE_S, 0)
+            kind, fields, _ = await messages.read(self._reader, messages.LEASE_S)
             if kind == messages.COMPUTE:
                 self._compute(*fields)
             elif kind == messages.PULL:

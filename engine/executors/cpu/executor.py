@@ -106,7 +106,7 @@ class CpuExecutor:
     def read_block(self, block: int) -> bytes:
         return b"".join([cache[block].tobytes() for cache in self._caches.values()])
 
-    def write_block(self, block: int, content: bytes) -> None:
+    def write_block(self, block: int, content: bytes | memoryview) -> None:
         start = 0
         for cache in self._caches.values():
             target = cache[block].reshape(-1).view(np.uint8)
