@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.patience import wait_until
-from tests.server import a_server, free_ports, running_server
-from tests.triton.asking import get, post, stream_lines
+from tests.server import a_server, free_ports, running_server, state_of
+from tests.triton.asking import get, health_of, post, stream_lines
 
 NUM_STREAMS = 6
 SETTINGS = {"CPU_THREADS": "1", "MAX_DEC_LEN": "600"}
@@ -36,6 +36,11 @@ def of_role(folder, role, *arguments):
     return server, ["--splitwise-role", role, *arguments]
 
 
+def grpc_address(server):
+    """Return the address of the gRPC port, which follows from the HTTP port."""
+    return f"127.0.0.1:{server.ports['SERVICE_HTTP_PORT'] + 100}"
+
+
 @pytest.fixture(scope="module")
 def instances(tmp_path_factory):
     """Return the prefill and the decode instance."""
@@ -44,6 +49,7 @@ def instances(tmp_path_factory):
         of_role(folder, "prefill", "--engine-worker-queue-port", str(port)),
         of_role(folder, "decode", "--innode-prefill-ports", str(port)),
     ]
+    both[1][0].env["REPLICAS"] = grpc_address(both[1][0])  # for a scheduler
     try:
         for server, options in both:
             started = server.command("start_server", *options)
@@ -132,6 +138,24 @@ def test_streams_continue_when_an_engine_is_killed_during_transfers(instances, r
         answers = [future.result() for future in disturbed]
     assert_no_blocks_are_held(instances)
     assert [ask(body) for body in bodies] == answers
+
+
+def test_a_scheduler_without_a_model_sends_requests_to_the_decode_instance(instances, tmp_path):
+    _, decode = instances
+    wait_until_connected(decode)
+    body = {"text": a_prompt("scheduled"), "max_dec_len": 20, "temperature": 1, "infer_seed": 7}
+    server, options = of_role(tmp_path, "scheduler", "--replicas", grpc_address(decode))
+    started = server.command("start_server", *options)
+    assert started.returncode == 0, started.stdout + started.stderr
+    try:
+        assert {process.name for process in state_of(server).processes} == {"gateway-0", "health"}
+        before = value_of(decode, "llm_remote_prefills_total")
+        found = answer(server, body)
+        assert value_of(decode, "llm_remote_prefills_total") == before + 1
+        assert found["tokens_all_ids"] == answer(decode, body)["tokens_all_ids"]
+        assert [health_of(server, what)[0] for what in ("live", "ready")] == [200, 200]
+    finally:
+        assert server.command("stop_server", "0").returncode == 0
 
 
 def log_of(server):
