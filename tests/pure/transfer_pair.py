@@ -83,18 +83,18 @@ def a_loop(graph_dir, num_blocks=NUM_BLOCKS):
     return EngineLoop(executor, num_blocks, config)
 
 
-def serve(loop):
+def serve(loop, tls=None):
     """Make `loop` that of a prefill instance and return its server."""
     loop.jobs = PrefillJobs(loop.scheduler)
     served = ServedBlocks(loop.jobs, loop.executor.blocks().read_block, IDENTITY, vocab_size=300, max_len=4096)
-    return PrefillServer(("127.0.0.1", 0), served, TOKEN)
+    return PrefillServer(("127.0.0.1", 0), served, TOKEN, tls)
 
 
-def connect(loop, port, identity=None, token=TOKEN):
+def connect(loop, port, identity=None, token=TOKEN, tls=lambda host: None):
     """Make `loop` that of a decode instance, connected to the prefill instance at this port. Return its client."""
     access = loop.executor.blocks()
     pulled = PulledBlocks(access.write_block, len(access.read_block(0)), identity or IDENTITY)
-    client = PrefillClient([("127.0.0.1", port)], pulled, token)
+    client = PrefillClient([("127.0.0.1", port)], pulled, token, tls)
     loop.remote = RemotePrefill(loop.scheduler, client, min_tokens=32)
     return client
 

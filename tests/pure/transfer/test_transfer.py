@@ -2,16 +2,21 @@
 
 import contextlib
 import random
+from pathlib import Path
 
 import pytest
 
 from engine.core import remote_prefill
 from engine.core.types import Request, Sampling
+from engine.settings.config import Config
+from engine.settings.tls import server_context
 from engine.transfer import client, messages
+from engine.transfer.start import tls_of
 from tests.patience import wait_until
 from tests.pure.transfer_pair import Link, Pair, a_loop, connect, serve
 
 BLOCK_SIZE = 16
+CERTIFICATES = Path(__file__).parents[2] / "certificates"
 NUM_REQUESTS = 50
 VOCAB_SIZE = 300
 
@@ -168,3 +173,16 @@ def test_instances_with_another_model_or_other_keys_are_refused(graph_dir):
     [refusal] = connect(loop, server.port, token="guess").refusals(within_s=5)
     assert refusal.endswith("its API keys are others than those of the prefill instance")
     assert not other.is_ready
+
+
+def test_blocks_are_pulled_through_tls(graph_dir, expected):
+    files = {"tls_cert_file": str(CERTIFICATES / "server.pem"), "tls_key_file": str(CERTIFICATES / "server.key")}
+    config, prefill, decode = Config(**files), a_loop(graph_dir), a_loop(graph_dir)
+    server = serve(prefill, server_context(config))
+    pair = Pair(prefill, decode, server, connect(decode, server.port, tls=lambda host: tls_of(config, host)))
+    wait_until(lambda: pair.client.is_ready)
+    pair.add("0", LONG, FEW)
+    assert pair.run()["0"] == expected
+    assert decode.remote.counters.num_pulled_blocks == len(LONG) // BLOCK_SIZE
+    refused = connect(a_loop(graph_dir), server.port)  # without TLS
+    assert not refused.refusals(within_s=0.2) and not refused.is_ready
