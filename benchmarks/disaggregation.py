@@ -60,6 +60,12 @@ async def metric(clients: Clients, machine: Machine, family: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+async def is_ready(clients: Clients, machine: Machine) -> bool:
+    url = f"http://{machine.ip}:{machine.ports['HEALTH_HTTP_PORT']}/v2/health/ready"
+    async with clients.session.get(url) as response:
+        return response.status == 200
+
+
 def prompt(rng: random.Random, num_tokens: int) -> list[int]:
     return [rng.randrange(300) for _ in range(num_tokens)]
 
@@ -141,6 +147,9 @@ async def storm(clients: Clients, each: Instances, args: argparse.Namespace) -> 
             await clients.check({**body, **sampling}, expected["tokens_all_ids"])
 
     await asyncio.gather(disturbing, *(client() for _ in range(args.streams)))
+    for machine in each.all[:2]:  # until the last one that was killed is back
+        while not await is_ready(clients, machine):
+            await asyncio.sleep(0.1)
     held = {"prefill": 1.0, "decode": 1.0}
     deadline = time.monotonic() + RELEASED_WITHIN_S
     while any(held.values()) and time.monotonic() < deadline:

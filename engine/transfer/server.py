@@ -95,8 +95,10 @@ class _Connection:
         try:
             await next(asyncio.as_completed(tasks))  # neither ends but by an error
         finally:
+            self._writer.transport.abort()
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # a cancelled task may still read a message
             for job in self._jobs.values():
                 self._served.jobs.end(job)
 

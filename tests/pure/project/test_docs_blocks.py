@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.settings.foreign.table import VARIABLES
+
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 LANGUAGES = {"", "bash", "python", "json", "ini", "promql", "tree"}
@@ -71,8 +73,9 @@ def test_json_blocks_parse(page):
 @pages
 def test_programs_of_shell_blocks_exist(page):
     project = (ROOT / "pyproject.toml").read_text()
-    scripts = set(re.findall(r'^(\w+) = "server_scripts\.', project, re.M))
-    assert "start_server" in scripts
+    scripts = set(re.findall(r'^"?([\w.]+)"? = "server_scripts\.', project, re.M))
+    scripts |= set(re.findall(r'"server_scripts/([\w.]+)"', project))
+    assert {"start_server", "start_servers.sh"} <= scripts
     for text in blocks(page, "bash"):
         for program, *arguments in commands(text):
             name = program.removeprefix(".venv/bin/")
@@ -84,7 +87,7 @@ def test_programs_of_shell_blocks_exist(page):
 
 @pages
 def test_variables_before_start_server_are_settings(page):
-    known = set(re.findall(r"\w+", (ROOT / "docs/settings.md").read_text()))
+    known = set(re.findall(r"\w+", (ROOT / "docs/settings.md").read_text())) | VARIABLES.keys()
     for text in blocks(page, "bash"):
         for variables in re.findall(r"^((?:[A-Z_]+=\S+ )+)start_server", text, re.M):
             assert set(re.findall(r"([A-Z_]+)=", variables)) <= known
