@@ -91,7 +91,7 @@ def test_answers_are_those_of_a_mixed_server_and_prompts_are_computed_elsewhere(
     bodies = [{"text": a_prompt(i), "max_dec_len": 20, **case} for i, case in enumerate(CASES)]
     with ThreadPoolExecutor(len(bodies)) as pool:
         found = list(pool.map(lambda body: answer(decode, body), bodies))
-    assert value_of(decode, "llm_remote_prefills_total") == len(bodies)
+    wait_until(lambda: value_of(decode, "llm_remote_prefills_total") == len(bodies))
     assert value_of(decode, "llm_remote_prefill_failures_total") == 0
     with running_server(tmp_path, SETTINGS) as mixed:
         assert [answer(mixed, body) for body in bodies] == found
@@ -100,8 +100,9 @@ def test_answers_are_those_of_a_mixed_server_and_prompts_are_computed_elsewhere(
 
 def test_short_prompts_are_computed_where_they_are_answered(instances):
     _, decode = instances
-    before = value_of(decode, "llm_remote_prefills_total")
+    before, num_steps = value_of(decode, "llm_remote_prefills_total"), value_of(decode, "llm_steps_total")
     answer(decode, {"text": "What is the capital of France?", "max_dec_len": 5})
+    wait_until(lambda: value_of(decode, "llm_steps_total") > num_steps)  # the figures are those after the answer
     assert value_of(decode, "llm_remote_prefills_total") == before
 
 
@@ -151,7 +152,7 @@ def test_a_scheduler_without_a_model_sends_requests_to_the_decode_instance(insta
         assert {process.name for process in state_of(server).processes} == {"gateway-0", "health"}
         before = value_of(decode, "llm_remote_prefills_total")
         found = answer(server, body)
-        assert value_of(decode, "llm_remote_prefills_total") == before + 1
+        wait_until(lambda: value_of(decode, "llm_remote_prefills_total") == before + 1)
         assert found["tokens_all_ids"] == answer(decode, body)["tokens_all_ids"]
         assert [health_of(server, what)[0] for what in ("live", "ready")] == [200, 200]
     finally:
