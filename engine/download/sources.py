@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 # Of a hub repository the export reads these, at its top level: no other framework's or format's weights.
 NEEDED = (
     "config.json generation_config.json *.safetensors *.safetensors.index.json chat_template.* "
-    "tokenizer*.json *.model *.tiktoken vocab.* merges.txt added_tokens.json special_tokens_map.json"
+    "tokenizer*.json *.model *.tiktoken vocab.* merges.txt added_tokens.json special_tokens_map.json "
+    "preprocessor_config.json processor_config.json"
 ).split()
 IN_PADDLE = ("model_state*.pdparams", "model_state.pdparams.index.json")  # where there is no safetensors file
 UNNEEDED = ("consolidated*",)  # the same weights once more, in the layout of their authors

@@ -23,6 +23,7 @@ CHECKPOINT = {
     "tokenizer.json": b'{"version": "1.0"}',
     "tokenizer_config.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
+    "preprocessor_config.json": b"{}",
     "model.safetensors.index.json": b'{"weight_map": {}}',
     "model-00001-of-00002.safetensors": WEIGHTS,
     "model-00002-of-00002.safetensors": WEIGHTS[::-1],

@@ -2,13 +2,16 @@
 
 import shutil
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from download_model import DownloadError, DownloadOptions, Policy, download
+from engine.download.sources import NEEDED
 from engine.download.transfer import Stop
+from engine.exporting.export import COPIED_FILES
 from tests.pure.download.models import CHECKPOINT, FAST, NAME, UNNEEDED, WEIGHTS, cdn_url, files_in
 from tests.pure.model_server import TOKEN, Fault, ModelServer
 
@@ -218,3 +221,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_the_first_time_only(hub, tmp_p
         download(NAME, tmp_path, nowhere)
     download(NAME, tmp_path, hub)
     assert download(NAME, tmp_path, nowhere).num_fetched == 0
+
+
+def test_every_file_that_the_export_copies_is_downloaded():
+    assert [name for name in COPIED_FILES if not any(fnmatchcase(name, each) for each in NEEDED)] == []
