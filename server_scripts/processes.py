@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.images.reader import processor_of
 from engine.settings.config import Config
 from engine.settings.device import may_be_gpu
 from engine.settings.disaggregation import MIXED, SCHEDULER
@@ -50,6 +49,8 @@ def kind_of(name: str) -> str:
 
 def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir) -> list[ChildSpec]:
     """Return the specs of all processes in the order in which they start. Raise TritonError."""
+    from engine.images.reader import processor_of  # with numpy, which must not be loaded before start_server forks
+
     environ = {**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"}
     environ |= {"GRAPH_DIR": str(graph_dir), "SERVED_MODEL_NAME": served_name}
     if not environ.get("MAX_BODY_BYTES") and processor_of(config, graph_dir):
