@@ -1,8 +1,9 @@
 """Products of tokens with the matrices of their experts, which are stacked along their rows.
 
-One token: each slot reads the rows of its expert (experts_few.py). More: slots are sorted by expert, and a program
-multiplies a tile of an expert's matrix by a tile of the slots of this expert. Grids follow from shapes alone: programs
-without slots end at once. The products of a token's experts are stored and then added up in the order of its slots.
+One token: each slot reads the rows of its expert (experts_few.py, experts_few_packed.py). More: slots are sorted by
+expert, and a program multiplies a tile of an expert's matrix by a tile of the slots of this expert. Grids follow from
+shapes alone: programs without slots end at once. The products of a token's experts are stored and then added up in the
+order of its slots.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.ops.cuda import experts_few, fp8, lowbit
+from engine.ops.cuda import experts_few, experts_few_packed, fp8, lowbit
 from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, INT8, combine, grouped
 from engine.ops.cuda.launch import PDL
 from engine.ops.cuda.routing import order_of
 
-FEW = 1  # tokens up to which slots are not sorted, for matrices that are not quantized
+FEW = 1  # tokens up to which slots are not sorted
 ADDED = 1024  # columns of a program that adds up slots
 TOGETHER = 8  # tiles of slots that go over the same weights at a time
 LARGE = 4096  # slots from which products are stored in the type of the activations until they are added up
@@ -72,10 +73,12 @@ def gate_up(
     stored, (num_rows, top_k) = ExpertWeights.of(kind, arrays), topk_ids.shape
     width = len(stored.weight) // num_experts // 2
     out = x.new_empty(num_rows, top_k * width)
-    if stored.kind == DENSE and num_rows <= FEW and not is_invariant:
+    if num_rows > FEW or is_invariant:
+        _grouped(x, topk_ids, stored, out.view(-1, width), num_experts, **act)
+    elif stored.kind == DENSE:
         experts_few.gate_up(x, topk_ids, stored.weight, stored.bias, out, num_experts, **act)
     else:
-        _grouped(x, topk_ids, stored, out.view(-1, width), num_experts, **act)
+        experts_few_packed.gate_up(x, topk_ids, stored, out, **act)
     return out
 
 
@@ -92,8 +95,11 @@ def down(
     stored, (num_rows, top_k) = ExpertWeights.of(kind, arrays), topk_ids.shape
     columns = len(stored.weight) // num_experts
     out = h.new_empty(num_rows, columns)
-    if stored.kind == DENSE and num_rows <= FEW and not is_invariant:
-        experts_few.down(h, topk_ids, topk_weights, stored.weight, stored.bias, out, num_experts)
+    if num_rows <= FEW and not is_invariant:
+        if stored.kind == DENSE:
+            experts_few.down(h, topk_ids, topk_weights, stored.weight, stored.bias, out, num_experts)
+        else:
+            experts_few_packed.down(h, topk_ids, topk_weights, stored, out)
     elif num_rows:
         is_large = num_rows * top_k >= LARGE and not is_invariant
         each = h.new_empty(num_rows * top_k, columns, dtype=h.dtype if is_large else torch.float32)

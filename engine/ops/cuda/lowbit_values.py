@@ -65,26 +65,33 @@ def weights_of(
         at = (block * columns + row)[:, None]
         scales = tl.load(scale + at)
         zeros = tl.load(zero + at) if HAS_ZERO else scales
-        if INTERPRETED:
-            parts = (
-                _weights(words, scales, zeros, 0, HAS_ZERO),
-                _weights(words, scales, zeros, 1, HAS_ZERO),
-                _weights(words, scales, zeros, 2, HAS_ZERO),
-                _weights(words, scales, zeros, 3, HAS_ZERO),
-            )
-        elif HAS_ZERO:
-            parts = tl.inline_asm_elementwise(
-                NIBBLES_LESS_ZEROS, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", (words,) + _four(scales) + _four(zeros),
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            parts = tl.inline_asm_elementwise(
-                NIBBLES, "=r,=r,=r,=r,r,r,r,r,r", (words,) + _four(scales),
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
+        parts = parts_of(words, scales, zeros, HAS_ZERO)
         # Put together by naming registers anew: a dot for each would wait for the one before.
         both = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
         return tl.reshape(tl.permute(both, (0, 2, 3, 1)), (words.shape[0], 4 * words.shape[1]))
+
+
+@triton.jit
+def parts_of(words, scales, zeros, HAS_ZERO: tl.constexpr):
+    """Return the weights of the four codes in each word, which are in four groups of columns. `scales` and `zeros` hold
+    those of the four groups; their shape is that of the words, with 1 for the last dimension."""
+    if INTERPRETED:
+        return (
+            _weights(words, scales, zeros, 0, HAS_ZERO),
+            _weights(words, scales, zeros, 1, HAS_ZERO),
+            _weights(words, scales, zeros, 2, HAS_ZERO),
+            _weights(words, scales, zeros, 3, HAS_ZERO),
+        )
+    elif HAS_ZERO:
+        return tl.inline_asm_elementwise(
+            NIBBLES_LESS_ZEROS, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", (words,) + _four(scales) + _four(zeros),
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            NIBBLES, "=r,=r,=r,=r,r,r,r,r,r", (words,) + _four(scales),
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
