@@ -4,8 +4,9 @@
 
 Weights are random, in the shapes of Llama-3-8B with an EAGLE-3 head, of a GLM-4.5 of fewer layers with its MTP layer
 (`mtp`), or of Qwen2.5-7B with Qwen2.5-0.5B (`draft`), so their drafts are never right. All of them are made and
-verified as usual; then a random number decides of each draft whether it counts as accepted. Decoding is measured in the
-steady state, without drafts, with all drafts, and with those that the policy chooses. The last line is JSON.
+verified as usual; then a random number decides of each draft whether it counts as accepted. Decoding is measured over
+the same tokens without drafts, with all drafts, and with those that the policy chooses, which has seen other requests
+before. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import torch
 from benchmarks.random_checkpoint import LLAMA3, SHAPES
 from engine.core.loop import EngineLoop
 from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
-from engine.executors import make_executor
 from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer
 from engine.executors.cuda.executor import CudaExecutor
 from engine.executors.draft_policy import DraftPolicy
@@ -39,7 +39,7 @@ from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
 
 FOLDER, MAX_SEQ_LEN = Path("build/bench"), 8192
-WARM_UP, STEPS = 96, 64
+WARM_UP, MEASURED, LEARNING = 128, 192, 320  # tokens of each request
 HEAD = LLAMA3 | {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -161,7 +161,7 @@ def source_of(method: str, executor: CudaExecutor, model: Manifest, config: Conf
 
 
 def measure(executor: Executor, num_blocks: int, config: Config, count: int, context: int) -> dict[str, float]:
-    """Return the rate of tokens, the time of a step and the tokens that a row gets in a step, in the steady state."""
+    """Return the rate of tokens, the time of a step and the tokens that a row gets in a step."""
     loop, rng = EngineLoop(executor, num_blocks, config), np.random.default_rng(0)
     seen: set[str] = set()
     for number in range(count):
@@ -169,29 +169,70 @@ def measure(executor: Executor, num_blocks: int, config: Config, count: int, con
         loop.add(Request(str(number), ids, context, Sampling(900, temperature=0)))
     while len(seen) < count:
         seen |= {update.request.request_id for update in loop.step()}
-    for _ in range(WARM_UP):
-        loop.step()
-    source = getattr(executor, "_source", None)
-    if source:
-        source.drafts, source.read = Timed(source.drafts), Timed(source.read)
+    generate(loop, WARM_UP * count)
+    source, names = getattr(executor, "_source", None), ("drafts", "read", "note", "keep")
+    timed = {name: Timed(getattr(source, name)) for name in names if source}
+    for name, function in timed.items():
+        setattr(source, name, function)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    num_tokens = sum(len(update.token_ids) for _ in range(STEPS) for update in loop.step())
-    seconds = time.perf_counter() - began
-    drafting_s = 0.0
-    if source:
-        drafting_s = source.drafts.seconds + source.read.seconds
-        del source.drafts, source.read
+    num_tokens, num_steps = generate(loop, MEASURED * count)
+    seconds, drafting_s = time.perf_counter() - began, sum(function.seconds for function in timed.values())
+    for name in timed:
+        delattr(source, name)
     for number in range(count):
         loop.drop(str(number))
     while not loop.is_idle:
         loop.step()
     return {
         "tok_s": num_tokens / seconds,
-        "step_ms": 1e3 * seconds / STEPS,
-        "draft_ms": 1e3 * drafting_s / STEPS,
-        "tokens": num_tokens / STEPS / count,
+        "step_ms": 1e3 * seconds / num_steps,
+        "draft_ms": 1e3 * drafting_s / num_steps,
+        "tokens": num_tokens / num_steps / count,
     }
+
+
+def generate(loop: EngineLoop, num_wanted: int) -> tuple[int, int]:
+    """Run steps until all requests together have got so many tokens. Return the numbers of tokens and of steps."""
+    num_tokens = num_steps = 0
+    while num_tokens < num_wanted:
+        num_tokens += sum(len(update.token_ids) for update in loop.step())
+        num_steps += 1
+    return num_tokens, num_steps
+
+
+def graph_ms(executor: CudaExecutor, num_rows: int, num_tokens: int, context: int) -> float:
+    """Return the time of the model in a step with so many tokens for each row, without what the host does. Infinity if
+    the step is not captured."""
+    total, width = num_rows * num_tokens, -(-(context + num_tokens) // executor.block_size)
+    starts = np.arange(0, total + 1, num_tokens, dtype=np.int32)
+    arrays = {"token_ids": np.arange(total), "positions": np.arange(total) % num_tokens + context}
+    arrays |= {"context_lens": np.full(num_rows, context), "logit_rows": np.arange(total)}
+    inputs = {name: each.astype(np.int32) for name, each in arrays.items()} | {"query_starts": starts}
+    inputs["block_tables"] = np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
+    shape = executor._graphs.shape_for(inputs)
+    if shape is None:
+        return float("inf")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(25):
+        if number == 5:
+            begin.record()
+        executor._graphs.replay(inputs, shape)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 20
+
+
+def learn(executor: Executor, num_blocks: int, config: Config, count: int) -> None:
+    """Let the policy of `executor` see other requests."""
+    loop = EngineLoop(executor, num_blocks, config)
+    for number in range(count):
+        loop.add(Request(str(number), [100 + number] * 100, 100, Sampling(900, temperature=0)))
+    generate(loop, LEARNING * count)
+    for number in range(count):
+        loop.drop(str(number))
+    while not loop.is_idle:
+        loop.step()
 
 
 def main() -> None:
@@ -215,22 +256,27 @@ def main() -> None:
     )
     drafting_config = replace(config, speculate_method=args.method, speculate_max_draft_token_num=args.drafts)
     folder = exported(args.method)
-    model, executor = Manifest.read(folder), make_executor(folder, config)
-    assert isinstance(executor, CudaExecutor)
+    model, executor = Manifest.read(folder), CudaExecutor(folder, drafting_config)  # captures steps with drafts, too
     source = source_of(args.method, executor, model, drafting_config)
     accepting: Any = Accepting(executor, args.acceptance)
     drafting = with_drafts(accepting, drafting_config, None, source)
     collect_garbage_seldom()
     num_blocks = allocate_cache(drafting, drafting_config, model.max_seq_len)
     print(f"{torch.cuda.get_device_name()}, {args.method}, {num_blocks} blocks", flush=True)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for count in args.requests:
+        decode_ms, verify_ms = (
+            graph_ms(executor, count, num_tokens, args.context + 200) for num_tokens in (1, args.drafts + 1)
+        )
+        print(f"{count:3} x the graph alone: {decode_ms:.2f} ms, with drafts {verify_ms:.2f} ms", flush=True)
         cases: dict[str, tuple[Executor, Config]] = {"without": (executor, config)}
         for name, policy in (("all", None), ("policy", DraftPolicy())):
             made = DraftingExecutor(accepting, args.drafts, source, policy)
             cases[name] = made, drafting_config
         off = 0.0
         for name, (each, settings) in cases.items():
+            if name == "policy":
+                learn(each, num_blocks, settings, count)
             row = measure(each, num_blocks, settings, count, args.context)
             off = off or row["tok_s"]
             rows.append({"requests": count, "drafts": name, **row, "ratio": row["tok_s"] / off})

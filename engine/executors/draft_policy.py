@@ -24,6 +24,10 @@ MAX_IDLE = 64  # steps after which drafts are tried again, although they do not 
 BOOKKEEPING_S, ROW_BOOKKEEPING_S, BOOKKEEPING_SHARE = 60e-6, 10e-6, 0.003
 NUM_PROBES = 8  # steps without chosen drafts after which the policy rests
 BASE_INTERVAL = 128  # steps with drafts after which one without them is measured
+# On a device that runs ahead, only the steps of a rest have the time of steps without drafts.
+NUM_UNSETTLED, NUM_MEASURED = 2, NUM_TRUSTED + 1  # steps at the beginning of a rest, and those that are measured then
+REST = 96  # steps of a rest if drafts do not seem to pay
+AHEAD_BASE_INTERVAL, AHEAD_MAX_IDLE = 512, 8
 Offer = tuple[int, int]  # level and number of the drafts of a row
 no_time: Callable[[int], float] = lambda depth: 0.0  # noqa: E731
 
@@ -116,6 +120,8 @@ class DraftPolicy:
     """
 
     def __init__(self) -> None:
+        self.is_ahead = False  # steps of a rest are launched ahead, and are faster than others without drafts
+        self._num_rested = self._num_rows_at_rest = 0
         self.acceptance = Acceptance()
         self._times: dict[int, StepTimes] = {}  # by the number of rows
         self._draft_times: defaultdict[int, StepTimes] = defaultdict(lambda: StepTimes(1))
@@ -127,17 +133,34 @@ class DraftPolicy:
     @property
     def wants_offers(self) -> bool:
         """Return whether drafting is worth its own time. If drafts have not paid for a while, it seldom is."""
-        return self._balance_s > 0 and (self._num_idle < MAX_IDLE // 4 or self._num_idle % 8 == 0)
+        is_tried = self.is_ahead or self._num_idle < MAX_IDLE // 4 or self._num_idle % 8 == 0
+        return self._balance_s > 0 and is_tried
 
     @property
     def rests(self) -> bool:
         """Return whether the next step should be computed without any bookkeeping for drafts."""
         return self._num_left_to_rest > 0
 
-    def rest(self, seconds: float) -> None:
-        """Note a step that was computed while the policy rests, and its time."""
-        self._num_left_to_rest -= 1
+    def begin_rest(self) -> None:
+        """Note that the next step is the first one of a rest, on a device that runs ahead."""
+        self._num_rested = 0
+
+    def rest(self, seconds: float, rows: Sequence[Row] = ()) -> None:
+        """Note a step that was computed while the policy rests, and its time, which counts on a device that runs
+        ahead."""
+        self._num_rested += 1
         self._balance_s += LOSS_SHARE * seconds
+        if self._balance_s > 0 or not self.is_ahead:
+            self._num_left_to_rest = max(self._num_left_to_rest - 1, 0)
+        num_rows, _ = _tokens_of(rows)
+        if not self.is_ahead or self._num_rested <= NUM_UNSETTLED:
+            return
+        if num_rows < len(rows):
+            self.observe_beside_prompts(sum(len(row.token_ids) for row in rows), seconds)
+            return
+        self._observe_base(self._times_of(num_rows), seconds)
+        if num_rows.bit_length() != self._num_rows_at_rest.bit_length() and self._balance_s > 0:
+            self._num_left_to_rest = 0
 
     def choose(
         self, num_rows: int, num_extra: int, offers: Sequence[Offer], draft_s: Callable[[int], float] = no_time
@@ -149,7 +172,8 @@ class DraftPolicy:
         """
         times = self._times_of(num_rows)
         counts, base_s = [0] * len(offers), times.seconds(num_extra)
-        if not offers or not times.is_trusted(num_extra) or self._balance_s <= 0 or self._num_busy >= BASE_INTERVAL:
+        is_base_due = self._num_busy >= (AHEAD_BASE_INTERVAL if self.is_ahead else BASE_INTERVAL)
+        if not offers or not times.is_trusted(num_extra) or self._balance_s <= 0 or is_base_due:
             return counts
         probable = self._sorted(offers)
         best, num_chosen, expected, depth = MIN_GAIN * num_rows / base_s, 0, float(num_rows), 0
@@ -158,7 +182,8 @@ class DraftPolicy:
             rate = expected / (times.seconds(num_extra + number) + draft_s(depth))
             if rate > best:
                 best, num_chosen = rate, number
-        if not num_chosen and self._num_idle >= MAX_IDLE and self._balance_s > times.seconds(num_extra + 1) - base_s:
+        max_idle = AHEAD_MAX_IDLE if self.is_ahead else MAX_IDLE
+        if not num_chosen and self._num_idle >= max_idle and self._balance_s > times.seconds(num_extra + 1) - base_s:
             num_chosen = 1  # The times may have changed.
         for _, index, _ in probable[:num_chosen]:
             counts[index] += 1
@@ -201,12 +226,11 @@ class DraftPolicy:
         step and of drafting. Return the time that drafts have saved by estimate."""
         seconds, draft_s = times_s
         times = self._times_of(num_rows)
-        times.observe(num_extra, seconds)
+        if self.is_ahead and not num_extra:
+            return self._observe_probe(num_rows, seconds + draft_s)
+        self._observe_base(times, seconds, num_extra)
         base_s = times.seconds(0)
         self._num_idle, self._num_busy = (0, self._num_busy + 1) if num_extra else (self._num_idle + 1, 0)
-        if not times.has_credit and times.is_trusted(0):
-            times.has_credit = True
-            self._balance_s += CREDIT * base_s
         # A process that takes the CPU for a while must not decide whether drafts pay.
         saved_s = -min(draft_s, 2 * base_s)
         if num_extra and times.is_trusted(0):
@@ -222,6 +246,26 @@ class DraftPolicy:
             share = (BOOKKEEPING_S + ROW_BOOKKEEPING_S * num_rows) / max(base_s, 1e-9)
             num_steps = int(NUM_PROBES * share / BOOKKEEPING_SHARE)
             self._num_left_to_rest = num_steps if num_steps > NUM_PROBES else 0
+        return saved_s
+
+    def _observe_base(self, times: StepTimes, seconds: float, num_extra: int = 0) -> None:
+        times.observe(num_extra, seconds)
+        if not times.has_credit and times.is_trusted(0):
+            times.has_credit = True
+            self._balance_s += CREDIT * times.seconds(0)
+
+    def _observe_probe(self, num_rows: int, seconds: float) -> float:
+        """Learn from a step that had no drafts and was not launched ahead, on a device that runs ahead: it has cost
+        time, so the policy rests. Return the time that it has saved, which is negative."""
+        times = self._times_of(num_rows)
+        base_s, is_measured = times.seconds(0), times.is_trusted(0)
+        saved_s = max(min(base_s - seconds, 0.0), -base_s) if is_measured else 0.0
+        self._balance_s = max(self._balance_s + LOSS_SHARE * seconds + saved_s, -2 * MAX_BALANCE * base_s)
+        is_short = not is_measured or self._num_busy >= AHEAD_BASE_INTERVAL
+        self._num_idle, self._num_busy = self._num_idle + 1, 0
+        if not self._num_left_to_rest:
+            self._num_rows_at_rest = num_rows
+            self._num_left_to_rest = NUM_UNSETTLED + NUM_MEASURED if is_short else REST
         return saved_s
 
     def observe_beside_prompts(self, num_tokens: int, seconds: float) -> None:

@@ -7,9 +7,9 @@ drafts.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot, Drafts
 from engine.executors.lookup_drafts import LookupDrafts
 from engine.executors.rank_blocks import BlockAccess
-from engine.executors.step import Mask, StepInThread
+from engine.executors.step import DraftingStep, Mask, PassedStep, StepInThread
 from engine.settings.config import Config
 
 
@@ -49,6 +49,19 @@ class DraftSource(Protocol):
         """Read what a step has computed beside its tokens, which are in `slots`."""
         ...
 
+    def may_pass(self, rows: Sequence[Row]) -> bool:
+        """Return whether a step with these rows may run while the next one is launched, if `note` and `keep` are called
+        for it in place of `read`."""
+        ...
+
+    def note(self, rows: Sequence[Row]) -> Any:
+        """Note what a step that was launched computes beside its tokens, before the next one overwrites it."""
+        ...
+
+    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: Any) -> None:
+        """Keep what was noted of a step whose tokens are now in `slots`."""
+        ...
+
     def learn(self, gain_s: float, step_s: float) -> None:
         """Learn how much time the drafts of a step have saved, and how long it took."""
         ...
@@ -65,24 +78,6 @@ def with_drafts(
     return DraftingExecutor(executor, config.speculate_max_draft_token_num, source, policy)
 
 
-@dataclass
-class DraftingStep:
-    """A step of a `DraftingExecutor`. It may still wait for the steps before it."""
-
-    output: Future[StepOutput] = field(default_factory=Future)
-    drafted: Future[Mapping[int, Sequence[int]]] = field(default_factory=Future)
-    masked: Future[Any] = field(default_factory=Future)
-
-    def drafts(self) -> Mapping[int, Sequence[int]]:
-        return self.drafted.result()
-
-    def mask(self, bits: Any) -> None:
-        self.masked.set_result(bits)
-
-    def result(self) -> StepOutput:
-        return self.output.result()
-
-
 class DraftingExecutor:
     """Executor that adds draft tokens to the rows of another executor. Owns the source of the drafts.
 
@@ -91,7 +86,8 @@ class DraftingExecutor:
     schedule a step while the one before runs, and need not know how many drafts are accepted. The other executor, with
     all its ranks, receives batches in which every token is known.
 
-    While the policy rests, steps are passed on to an executor that computes in a thread, as if there were no drafts.
+    While the policy rests, steps are passed on as if there were no drafts: in the thread of an executor that computes
+    in one, and otherwise before the tokens of the step before are known.
     """
 
     def __init__(
@@ -116,11 +112,17 @@ class DraftingExecutor:
         # If the other executor computes in a thread, drafts are made there as well, beside the same threads of the ops.
         thread: ThreadPoolExecutor | None = getattr(executor, "thread", None)
         self._computes = thread is not None
+        self._is_ahead = not self._computes and executor.runs_ahead
+        if policy and self._is_ahead:
+            policy.is_ahead = True
+        self._passed: deque[PassedStep] = deque()  # launched ahead, the last ones; their tokens may be unknown
+        self._last: DraftingStep | None = None  # launched in the thread, unless a passed step came behind it
+        self._ended_s = 0.0  # when the last step has ended
         self._thread = thread or ThreadPoolExecutor(1, "drafts")
 
     @property
     def _rests(self) -> bool:
-        return self._computes and self._policy is not None and self._policy.rests
+        return (self._computes or self._is_ahead) and self._policy is not None and self._policy.rests
 
     @property
     def max_drafts(self) -> int:
@@ -128,7 +130,7 @@ class DraftingExecutor:
 
     @property
     def runs_ahead(self) -> bool:
-        return not self._rests
+        return self._is_ahead or not self._rests
 
     def free_bytes(self) -> int:
         return self._executor.free_bytes()
@@ -144,13 +146,20 @@ class DraftingExecutor:
         self._thread.submit(self._executor.load_adapter, adapter).result()  # after the steps that were launched
 
     def drop_adapter(self, adapter_id: str) -> None:
-        self._thread.submit(self._executor.drop_adapter, adapter_id)
+        dropped = self._thread.submit(self._executor.drop_adapter, adapter_id)
+        if self._is_ahead:
+            dropped.result()  # steps may be launched in this thread
 
     def launch(self, batch: Batch) -> Step:
         if self._computes and not batch.max_drafts and not any(row.token_ids[0] == PENDING for row in batch.rows):
             return StepInThread(self._thread, batch, self._pass_on)
-        step = DraftingStep()
+        if self._is_ahead and not batch.max_drafts and self._source.may_pass(batch.rows):
+            return self._pass_ahead(batch)
+        while self._passed:
+            self._passed.popleft().result()
+        step = DraftingStep(follows=self._is_ahead and self._last is not None and not self._last.output.done())
         step.output = self._thread.submit(self._run, batch, step)
+        self._last = step
         return step
 
     def blocks(self) -> BlockAccess:
@@ -190,6 +199,45 @@ class DraftingExecutor:
             self._policy.rest(time.perf_counter() - began)
         return output
 
+    def _pass_ahead(self, batch: Batch) -> Step:
+        """Launch a step without drafts. The executor knows its PENDING tokens, unless the step before had drafts, for
+        which it waits."""
+        began = time.perf_counter()
+        if self._last:
+            self._last.output.exception()  # waits
+            self._last = None
+            if self._policy:
+                self._policy.begin_rest()
+        if self._error:
+            raise self._error
+        self._begin(batch)
+        while self._passed and self._passed[0].is_finished:
+            self._passed.popleft()
+        if not self._passed:
+            batch = batch._replace(rows=[self._slots[row.slot].fill_in(row) for row in batch.rows])
+        rows, step = batch.rows, self._executor.launch(batch)
+        noted, slots = (
+            self._source.note(rows),
+            {slot: self._slots[slot] for row in rows for slot in (row.slot, *row.forks)},
+        )
+        passed = PassedStep(step, lambda output: self._finish(rows, slots, noted, (output, began)))
+        self._passed.append(passed)
+        return passed
+
+    def _finish(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: Any, result: tuple[StepOutput, float]
+    ) -> None:
+        """Note the tokens of a step that was launched ahead. `slots` are those at that time: since then other requests
+        may have taken some of them. `result` has the output, and when the step was launched."""
+        output, began = result
+        self._append(rows, output, slots=slots)
+        live = {slot: each for slot, each in slots.items() if self._slots[slot] is each}
+        self._source.keep(rows, live, noted)
+        now = time.perf_counter()
+        if self._policy:
+            self._policy.rest(now - max(began, self._ended_s), rows)
+        self._ended_s = now
+
     def _begin(self, batch: Batch) -> None:
         """Note the new requests and blocks of a step."""
         self._source.begin(batch, self._slots)
@@ -205,7 +253,11 @@ class DraftingExecutor:
         launched = time.perf_counter()
         output = self._output(filled, step)
         if self._policy:
-            step_s, draft_s = time.perf_counter() - launched, launched - began - self._source.invested_s
+            now = time.perf_counter()
+            step_s, draft_s = now - launched, launched - began - self._source.invested_s
+            if step.follows:  # with what the host has done since the step before
+                step_s += began - self._ended_s
+            self._ended_s = now
             self._source.learn(self._policy.learn(filled.rows, output, step_s, draft_s), step_s)
         self._append(filled.rows, output, drafts)
         self._source.read(filled.rows, self._slots, self._policy)
@@ -236,13 +288,17 @@ class DraftingExecutor:
         return batch._replace(rows=[row._replace(max_drafts=0) for row in rows], max_drafts=0), added
 
     def _append(
-        self, rows: Sequence[Row], output: StepOutput, drafts: Mapping[int, Sequence[int]] = MappingProxyType({})
+        self,
+        rows: Sequence[Row],
+        output: StepOutput,
+        drafts: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        slots: Mapping[int, DraftedSlot] | None = None,
     ) -> None:
         """Add the tokens of a step to those of its slots, and count the drafts of each slot and those accepted."""
-        sampled = iter(output.token_ids)
+        sampled, slots = iter(output.token_ids), self._slots if slots is None else slots
         for row in rows:
             for slot in (row.slot, *row.forks) if row.num_sampled else ():
                 token_ids = next(sampled)
-                self._slots[slot].token_ids += token_ids
+                slots[slot].token_ids += token_ids
                 if slot in drafts:
                     self.draft_counts.count(len(drafts[slot]), len(token_ids) - 1)

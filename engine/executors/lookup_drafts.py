@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.core.types import Arrival, Batch, Row
 from engine.executors.draft_policy import DraftPolicy
@@ -84,6 +84,15 @@ class LookupDrafts:
 
     def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
         """Do nothing: a lookup needs only tokens."""
+
+    def may_pass(self, rows: Sequence[Row]) -> bool:
+        return True
+
+    def note(self, rows: Sequence[Row]) -> None:
+        """Do nothing, as in `read`."""
+
+    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: Any) -> None:
+        """Do nothing, as in `read`."""
 
     def learn(self, gain_s: float, step_s: float) -> None:
         """Do nothing: a lookup invests no time."""

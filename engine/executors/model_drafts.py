@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -97,6 +97,15 @@ class ModelDrafts:
 
     def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
         """Do nothing: the draft model needs only tokens, which it reads when it drafts."""
+
+    def may_pass(self, rows: Sequence[Row]) -> bool:
+        return True
+
+    def note(self, rows: Sequence[Row]) -> Any:
+        """Do nothing, as in `read`."""
+
+    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: Any) -> None:
+        """Do nothing, as in `read`."""
 
     def learn(self, gain_s: float, step_s: float) -> None:
         self._costs.repay(gain_s, step_s)

@@ -20,6 +20,7 @@ class MtpLayer(DraftModel, Protocol):
 
     # By slot, its own hidden state of the last token it has sampled, if it samples one token in a run.
     drafted_states: dict[int, np.ndarray]
+    num_kept: int  # states of a slot that it may have to keep until they are read, besides those of a long piece
 
     def step_states(self, rows: Sequence[Row]) -> np.ndarray:
         """Return the hidden states of all tokens of the step that has just run, [tokens, ...]. They are arrays of
@@ -61,13 +62,8 @@ class MtpDrafts(ModelDrafts):
             self._unread.pop(arrival.slot, None)
 
     def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
-        states, first, step_s = self._model.step_states(rows), 0, (policy and policy.step_s(len(rows))) or float("inf")
-        for row in rows:
-            of_row = states[first : first + len(row.token_ids)]
-            first += len(row.token_ids)
-            for slot in (row.slot, *row.forks):
-                num_known = len(slots[slot].token_ids) - 1 - row.start  # those before a known token
-                self._keep(slot, Unread(row.start, of_row[: max(num_known, 0)]))
+        step_s = (policy and policy.step_s(len(rows))) or float("inf")
+        self.keep(rows, slots, self.note(rows))
         long = {slot: unread for slot, unread in self._unread.items() if len(unread.states) > SHORT}
         if not self._costs.may_read(sum(len(unread.states) for unread in long.values()), step_s):
             for slot in long:
@@ -78,6 +74,26 @@ class MtpDrafts(ModelDrafts):
             began = time.perf_counter()
             self._model.run(piece, 0)
             self._costs.observe(0, sum(len(row.token_ids) for row in piece), time.perf_counter() - began)
+
+    def may_pass(self, rows: Sequence[Row]) -> bool:
+        room, none = self._model.num_kept - 2, Unread(0, np.empty(0))
+        return all(
+            len(row.token_ids) == 1 and not row.forks and len(self._unread.get(row.slot, none).states) < room
+            for row in rows
+        )
+
+    def note(self, rows: Sequence[Row]) -> np.ndarray:
+        return self._model.step_states(rows)
+
+    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: np.ndarray) -> None:
+        first = 0
+        for row in rows:
+            of_row = noted[first : first + len(row.token_ids)]
+            first += len(row.token_ids)
+            for slot in (row.slot, *row.forks):
+                if slot in slots:
+                    num_known = len(slots[slot].token_ids) - 1 - row.start  # those before a known token
+                    self._keep(slot, Unread(row.start, of_row[: max(num_known, 0)]))
 
     def drafts(
         self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], max_drafts: int, policy: DraftPolicy | None

@@ -1,14 +1,16 @@
-"""Two ways to compute a launched step: in a separate thread, or when its result is requested."""
+"""Ways to compute a launched step: in a separate thread, when its result is requested, or on another executor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
-from engine.core.types import Batch, StepOutput
+from engine.core.types import Batch, Step, StepOutput
 
 Mask = np.ndarray | None  # u32 [S, ceil(V / 32)], see `engine.core.types.Step.mask`
 Compute = Callable[[Batch, Callable[[], Mask]], StepOutput]
@@ -49,3 +51,46 @@ class StepWhenAsked:
 
     def result(self) -> StepOutput:
         return self._compute(self._mask)
+
+
+@dataclass
+class DraftingStep:
+    """A step of a `DraftingExecutor`. It may still wait for the steps before it."""
+
+    output: Future[StepOutput] = field(default_factory=Future)
+    drafted: Future[Mapping[int, Sequence[int]]] = field(default_factory=Future)
+    masked: Future[Any] = field(default_factory=Future)
+    follows: bool = False  # immediately another one, on an executor that runs ahead
+
+    def drafts(self) -> Mapping[int, Sequence[int]]:
+        return self.drafted.result()
+
+    def mask(self, bits: Any) -> None:
+        self.masked.set_result(bits)
+
+    def result(self) -> StepOutput:
+        return self.output.result()
+
+
+class PassedStep:
+    """A step without drafts that was launched ahead, as if there were no `DraftingExecutor`."""
+
+    def __init__(self, step: Step, finish: Callable[[StepOutput], None]):
+        self._step, self._finish = step, finish
+        self._output: StepOutput | None = None
+
+    def drafts(self) -> Mapping[int, Sequence[int]]:
+        return {}
+
+    def mask(self, bits: Any) -> None:
+        self._step.mask(bits)
+
+    def result(self) -> StepOutput:
+        if self._output is None:
+            self._output = self._step.result()
+            self._finish(self._output)
+        return self._output
+
+    @property
+    def is_finished(self) -> bool:
+        return self._output is not None

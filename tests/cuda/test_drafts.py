@@ -17,7 +17,7 @@ from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer  # no
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.draft_policy import DraftPolicy  # noqa: E402
 from engine.executors.draft_slots import SlotSizes  # noqa: E402
-from engine.executors.drafting import with_drafts  # noqa: E402
+from engine.executors.drafting import DraftingExecutor, with_drafts  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.executors.model_drafts import DraftRow, ModelDrafts  # noqa: E402
 from engine.executors.mtp_drafts import MtpDrafts  # noqa: E402
@@ -29,6 +29,7 @@ from tests import eagle3_checkpoints, mtp_checkpoints  # noqa: E402
 from tests.cuda.arrays import array  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.pure.executors.test_draft_model import check_answers, run  # noqa: E402
+from tests.pure.executors.test_drafting import Restless  # noqa: E402
 
 # The interpreter tells of what a GPU does without a word.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{what} encountered") for what in ("overflow", "invalid value")]
@@ -230,10 +231,10 @@ def test_answers_with_drafts_are_those_without(case, use_cudagraph, models, devi
     method, family, dtype, is_right, num_blocks = CASES[case]
     graph_dir, draft_dir = models(method, family, dtype, is_right)
     config = replace(BASE, use_cudagraph=use_cudagraph)
-    executor = CudaExecutor(graph_dir, config, device.type)
+    drafting = replace(config, speculate_method=method)
+    executor = CudaExecutor(graph_dir, drafting, device.type)
     executor.allocate(400)
     expected, _ = run(executor, config, 400)
-    drafting = replace(config, speculate_method=method)
     source = source_of(executor, graph_dir, drafting, draft_dir)
     executor = with_drafts(executor, drafting, None, source)
     stats = check_answers(executor, (drafting, num_blocks), expected, is_right)
@@ -275,6 +276,24 @@ def test_captured_and_launched_drafts_are_right(method, family, models, device, 
         assert found == expected
         assert policy or num_accepted > 0
     assert bool(replayed) == (device.type == "cuda")
+
+
+@pytest.mark.usefixtures("products_are_chains_of_sums")
+@pytest.mark.parametrize("case", ["mtp, right", "eagle3, right", "draft, right", "mtp, wrong, with states"])
+def test_steps_of_a_rest_change_no_answer(case, models, device):
+    """They are launched before the tokens of those before are known, on captured graphs if there are any."""
+    method, family, dtype, is_right, _ = CASES[case]
+    graph_dir, draft_dir = models(method, family, dtype, is_right)
+    config, policy = replace(BASE, speculate_method=method), Restless(0.7)
+    executor = CudaExecutor(graph_dir, config, device.type)
+    executor.allocate(400)
+    expected = answers(executor, config, 400)[0] if IS_INTERPRETED else run(executor, config, 400)[0]
+    drafting = DraftingExecutor(executor, NUM_DRAFTS, source_of(executor, graph_dir, config, draft_dir), policy)
+    drafting.allocate(400)
+    found = answers(drafting, config, 400)[0] if IS_INTERPRETED else run(drafting, config, 400, times=2)[0]
+    assert found == expected
+    assert policy.num_rested > (2 if IS_INTERPRETED else 20)
+    drafting.close()
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the settings need a GPU")

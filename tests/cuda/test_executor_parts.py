@@ -28,6 +28,7 @@ from engine.executors.cuda.transfer import IN_FLIGHT, Download, Uploads  # noqa:
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.models.constants import constants_of  # noqa: E402
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec  # noqa: E402
+from engine.ops.cuda.prefill_attention import KnownStarts  # noqa: E402
 from engine.ops.cuda.step_buffers import StepBuffers  # noqa: E402
 from tests.cuda.arrays import array  # noqa: E402
 from tests.cuda.test_executor import SETTINGS  # noqa: E402
@@ -88,7 +89,7 @@ def test_what_is_sent_arrives_with_its_shape_and_type(device):
     [("1,2,4,8", 4, [1, 2, 4]), ("8,1", 5, [1, 5]), ("1,2", 9, [1, 2]), ("16", 3, [3]), ("2,2", 2, [2])],
 )
 def test_the_sizes_that_are_captured_cover_the_largest_batch_where_the_setting_does(text, most, sizes):
-    assert decode_shapes(text, most) == [(size, size, size) for size in sizes]
+    assert decode_shapes(text, most) == [Shape(size, size, size) for size in sizes]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_the_sizes_that_are_captured_cover_the_largest_batch_where_the_setting_d
     ],
 )
 def test_steps_with_prompts_have_a_request_to_spare(batch_size, max_tokens, shapes):
-    assert prompt_shapes(batch_size, max_tokens) == shapes
+    assert prompt_shapes(batch_size, max_tokens) == [Shape(*shape) for shape in shapes]
 
 
 # What fills a step up is never written, so it may be anything.
@@ -111,6 +112,7 @@ STEPS = {
     "a prompt": ([(1, 0, 30)], (64, 6, 6)),
     "mixed": ([(0, 17, 1), (2, 64, 1), (1, 0, 30)], (64, 6, 6)),
     "drafts": ([(0, 17, 3), (2, 64, 1)], (64, 6, 6)),
+    "drafts alone": ([(0, 17, 3), (2, 64, 1), (1, 30, 2)], (8, 5, 8, 4)),
 }
 
 
@@ -132,9 +134,11 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     empty = empty_step(Shape(*shape), 0)
     numbers = apart(on_device(inputs, empty, device), empty)
     tables = torch.full((shape[1], 40), caches.null_block, dtype=torch.int32, device=device)
-    own = graphs._stacked([inputs["block_tables"]], shape[1])
+    own = graphs._stacked([inputs["block_tables"]], shape[1], MIN_BLOCK_SIZE)
     tables[:, : own.shape[1]] = torch.from_numpy(own).to(device)
-    found = executor._compute({**numbers, "block_tables": tables}).logits[: len(inputs["logit_rows"])].clone()
+    few = Shape(*shape).few
+    known = {"query_starts": KnownStarts(numbers["query_starts"], few=few)} if few else {}
+    found = executor._compute({**numbers, "block_tables": tables, **known}).logits[: len(inputs["logit_rows"])].clone()
     written = {name: tensor.clone() for name, tensor in caches.tensors.items()}
     for name, tensor in caches.tensors.items():
         tensor.copy_(before[name])
@@ -171,11 +175,13 @@ def step_inputs(rows):
 def test_a_step_that_wants_its_rows_in_another_order_is_none_of_decodes(device):
     """There every row is wanted, and none is gathered."""
     graphs = StepGraphs(dataclasses.replace(SETTINGS, use_cudagraph=False), 4, device)
-    graphs._decodes, graphs._prompts = [Shape(4, 4, 4)], [Shape(64, 6, 6)]
+    graphs._decodes, graphs._verifying, graphs._prompts = [Shape(4, 4, 4)], [Shape(8, 5, 8, 4)], [Shape(64, 6, 6)]
+    assert graphs.shape_for(step_inputs([(0, 17, 3), (2, 64, 1), (1, 3, 4)])) == Shape(8, 5, 8, 4)
+    assert graphs.shape_for(step_inputs([(0, 17, 3), (2, 64, 1), (1, 3, 5)])) is None
     inputs = step_inputs([(0, 17, 1), (2, 64, 1), (1, 3, 1)])
-    assert graphs.shape_for(inputs) == (4, 4, 4)
-    assert graphs.shape_for(inputs | {"logit_rows": np.array([1, 0, 2], np.int32)}) == (64, 6, 6)
-    assert graphs.shape_for(inputs | {"logit_rows": np.array([0, 1], np.int32)}) == (64, 6, 6)
+    assert graphs.shape_for(inputs) == Shape(4, 4, 4)
+    assert graphs.shape_for(inputs | {"logit_rows": np.array([1, 0, 2], np.int32)}) == Shape(64, 6, 6)
+    assert graphs.shape_for(inputs | {"logit_rows": np.array([0, 1], np.int32)}) == Shape(64, 6, 6)
 
 
 def test_padding_of_several_cache_groups_has_blocks_for_all_its_tokens(device):
@@ -185,7 +191,7 @@ def test_padding_of_several_cache_groups_has_blocks_for_all_its_tokens(device):
     tables = [np.full((2, 1), group, np.int32) for group in range(2)]
     stacked = graphs._stacked(tables, 4, num_padding=2 * MIN_BLOCK_SIZE + 1)
     assert stacked.tolist() == [[0, 9, 9], [0, 9, 9], [9] * 3, [9] * 3, [1, 9, 9], [1, 9, 9], [9] * 3, [9] * 3]
-    assert graphs._stacked(tables[:1], 4, num_padding=50).tolist() == [[0], [0], [9], [9]]
+    assert graphs._stacked(tables[:1], 4).tolist() == [[0], [0], [9], [9]]
 
 
 def test_positions_in_three_rows_are_filled_up_at_the_end_of_each(device):

@@ -9,6 +9,7 @@ from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.catalogue import OPS  # noqa: E402
 from engine.ops.cuda import skinny_gemm  # noqa: E402
+from engine.ops.cuda.prefill_attention import KnownStarts  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, Ops, array, assert_close, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.pure.paged_batch import PagedBatch  # noqa: E402
@@ -231,6 +232,32 @@ def test_head_norm_is_a_part_of_the_attention(device, rng, counts):
     found, _ = cuda.head_norm_paged_attention(*given, **sizes, epsilon=1e-6, scale=0.2)
     assert_close(array(found), expected)
     assert_close(array(kv_cache), cache)
+
+
+FEW = [
+    PagedBatch([300, 7, 40, 0], [4, 1, 3, 2], num_heads=14, head_dim=64, rotary_dim=64, block_size=64),
+    PagedBatch([0, 30, 17], [4, 2, 11], window=20, has_sinks=True, **SMALL),  # more than a few
+    PagedBatch([90, 5], [5, 1], num_heads=48, num_kv_heads=2, **SMALL),
+]
+
+
+@pytest.mark.parametrize("batch", FEW)
+def test_attention_of_a_few_tokens_of_each_request(device, batch):
+    """The last tokens are those of a step that is filled up: a request in a block of its own."""
+    cache, cos_sin = batch.kv_cache.copy(), np.concatenate([batch.cos_sin, batch.cos_sin[:3]])
+    expected, count = batch.run(reference, cache), len(batch.qkv)
+    lens, tables = np.append(batch.context_lens, 0), np.concatenate([batch.block_tables, batch.block_tables[:1] * 0])
+    starts, kv_cache = np.append(batch.query_starts, count + 3), np.concatenate([batch.kv_cache, batch.kv_cache[:1]])
+    tables[-1] = len(cache)
+    qkv, cos_sin, found_cache, starts, lens, tables = (
+        tensor(each, device)
+        for each in (np.concatenate([batch.qkv, batch.qkv[:3]]), cos_sin, kv_cache, starts, lens, tables)
+    )
+    sinks = None if batch.sinks is None else tensor(batch.sinks, device)
+    given = (qkv, cos_sin, found_cache, KnownStarts(starts.int(), few=4), lens.int(), tables.int(), sinks)
+    found, _ = cuda.paged_attention(*given, **batch.attributes)
+    assert_close(array(found)[:count], expected, 3e-6)
+    assert_close(array(found_cache)[:-1].astype(np.float32), cache.astype(np.float32))
 
 
 @pytest.mark.parametrize("batch", [BATCHES[1].values[0], BATCHES[2].values[0], BATCHES[3].values[0]])

@@ -12,7 +12,7 @@ from engine.core.types import Batch, Row
 from engine.executors.cpu.executor import CpuExecutor
 from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.draft_slots import DraftSlots, SlotSizes
-from engine.executors.model_drafts import CHUNK, DraftRow
+from engine.executors.model_drafts import CHUNK, SHORT, DraftRow
 from engine.exporting.manifest import Manifest
 from engine.models import eagle3
 from engine.models.kv_cache import CacheSpec
@@ -95,6 +95,7 @@ class CpuMtpLayer(CpuDraftModel):
         self._draft_ids = np.load(ids) if name == eagle3.EAGLE3_GRAPH and ids.exists() else None
         self._vocab_size = model.vocab_size
         self._executor, self._hidden_size = executor, program.width_of(PREVIOUS_STATES)
+        self.num_kept = SHORT
         self.drafted_states: dict[int, np.ndarray] = {}
         super().__init__(program, specs, model.max_seq_len, SlotSizes.of(model, num_slots))
 

@@ -20,6 +20,7 @@ from engine.executors.cuda.step_graphs import Arrays, Shape, apart, decode_shape
 from engine.executors.cuda.transfer import IN_FLIGHT, Uploads
 from engine.models.layers import PREVIOUS_STATES
 from engine.ops.cuda.drafted_tokens import DraftedTokens
+from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.sampler import Cuts, sample
 from engine.ops.cuda.step_buffers import StepBuffers
 from engine.ops.sampling_rows import SamplingRows
@@ -55,12 +56,16 @@ class DraftRuns:
     ):
         self._program, self.tokens, self.states = program, tokens, states
         self.caches: Mapping[str, Tensor] = {}
+        self._max_drafts = sizes.max_drafts
         self._starts = torch.arange(sizes.max_rows + 1, dtype=torch.int32, device=device)
         self._previous = None if states is None else states.new_zeros(sizes.max_rows, states.shape[1])
 
     def first(self, sent: Mapping[str, Tensor], cuts: Cuts) -> None:
         """Compute the first step of a run. Sample a token for each of the `logit_rows`, if there are any."""
-        inputs = {**sent, **self.caches}
+        inputs: dict[str, Tensor | KnownStarts] = {**sent, **self.caches}
+        few = self._max_drafts + 1
+        if len(sent["token_ids"]) <= few * len(sent["context_lens"]):
+            inputs["query_starts"] = KnownStarts(sent["query_starts"], few=few)
         if self.states is not None:
             inputs[PREVIOUS_STATES] = self.states.index_select(0, sent[STATE_ROWS])
         outputs = self._program(inputs)
@@ -208,4 +213,5 @@ def empty_run(shape: Shape, has_states: bool) -> Arrays:
     """Build the inputs of a run of padding tokens."""
     rows = SamplingRows.greedy(shape.num_logits)
     arrays = {name: getattr(rows, name) for name in FIELDS} | empty_step(shape, 0)
+    arrays["query_starts"][-1] = shape.num_tokens
     return arrays | ({STATE_ROWS: np.zeros(shape.num_tokens, np.int32)} if has_states else {})

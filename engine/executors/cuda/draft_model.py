@@ -31,7 +31,7 @@ from engine.ops import cuda
 from engine.ops.cuda.drafted_tokens import DraftedTokens
 from engine.settings.config import Config
 
-RING = 2 * SHORT  # hidden states that are kept of a slot: those not yet read, and those of one more step
+RING = 8 * SHORT  # hidden states that are kept of a slot: those not yet read, and those of one more step
 
 
 class DraftGraph(NamedTuple):
@@ -138,6 +138,7 @@ class CudaMtpLayer(CudaDraftModel):
         draft_ids = None
         if name == eagle3.EAGLE3_GRAPH and ids.exists():
             draft_ids = torch.from_numpy(np.load(ids)).to(executor.device)
+        self.num_kept = RING - SHORT
         num_rows = 1 + num_slots * RING + min(config.max_step_tokens, model.max_seq_len)
         states = executor.new_states(num_rows)
         self.drafted_states: dict[int, np.ndarray] = {}
@@ -149,6 +150,9 @@ class CudaMtpLayer(CudaDraftModel):
     def step_states(self, rows: Sequence[Row]) -> np.ndarray:
         """Keep the last hidden states of the tokens of the last step. Return the row of each, i32 [tokens]."""
         kept, long = [], self._first_long
+        if all(len(row.token_ids) == 1 for row in rows):
+            places = np.array([[row.start, row.slot] for row in rows])
+            kept, rows = [places[:, 0] % RING + 1 + places[:, 1] * RING], ()
         for row in rows:
             count, end = len(row.token_ids), row.start + len(row.token_ids)
             ring = np.arange(max(row.start, end - SHORT), end) % RING + 1 + row.slot * RING

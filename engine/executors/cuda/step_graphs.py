@@ -1,10 +1,11 @@
 """CUDA graphs of steps. The launches of a step are captured once; a replay costs the host microseconds instead of one
 call for each op. This module selects the steps to capture and pads a step to the shape of a captured one. Sampling
-after decode steps is captured, too, in one graph for each way to sample.
+is captured, too, where every token gives logits, in one graph for each way to sample.
 
-There are two kinds: decode steps, with one token for each request, by the number of requests (CUDAGRAPH_CAPTURE_SIZES),
-and steps with prompts by the number of tokens, which any number of requests may share. A step uses the next larger
-shape. Padding tokens belong to a dummy request and write to the null block.
+There are three kinds: decode steps, with one token for each request, by the number of requests
+(CUDAGRAPH_CAPTURE_SIZES), steps that verify drafts, and steps with prompts, both by the number of tokens, which any
+number of requests may share. A step uses the next larger shape. Padding tokens belong to a dummy request and write to
+the null block.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from engine.executors.cuda.sampling import CAPTURED
 from engine.executors.cuda.transfer import IN_FLIGHT
 from engine.executors.spans import SlotSpans
 from engine.models.layers import SPAN_EMBEDDINGS
+from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.sampler import CUTS, Cuts, sample
 from engine.ops.cuda.step_buffers import StepBuffers
 from engine.ops.sampling_rows import SamplingRows
@@ -53,10 +55,16 @@ class Shape(NamedTuple):
     num_tokens: int
     num_requests: int
     num_logits: int
+    few: int = 0  # of a step that verifies drafts: tokens that hardly any request exceeds
 
     @property
     def is_decode(self) -> bool:
         return self.num_tokens == self.num_requests
+
+    @property
+    def samples_all(self) -> bool:
+        """Return whether each token gives logits, in order, from which a token is sampled."""
+        return self.is_decode or self.few > 0
 
 
 Kind = tuple[Shape, bool]  # shape, and whether the step has adapters
@@ -94,6 +102,8 @@ class StepGraphs:
         is_used = config.use_cudagraph and device.type == "cuda"
         self._decodes = decode_shapes(config.cudagraph_capture_sizes, config.batch_size) if is_used else []
         self._prompts = prompt_shapes(config.batch_size, config.max_step_tokens) if is_used else []
+        may_draft = is_used and config.speculate_method != "none"
+        self._verifying = verifying_shapes(config, self._decodes) if may_draft else []
         self._captured: dict[Kind, Captured] = {}
         self._tables: Tensor | None = None  # kept here, because the captured graphs do not keep their inputs alive
         self._buffers: StepBuffers  # of the captured graphs
@@ -108,8 +118,14 @@ class StepGraphs:
         num_tokens, num_requests, num_logits = (
             len(inputs[name]) for name in ("token_ids", "context_lens", "logit_rows")
         )
-        is_decode = num_tokens == num_requests and np.array_equal(inputs["logit_rows"], np.arange(num_tokens))
-        shapes = self._decodes if is_decode else self._prompts
+        if np.array_equal(inputs["logit_rows"], np.arange(num_tokens)):
+            shapes = self._decodes if num_tokens == num_requests else self._verifying
+            at = bisect_left(shapes, (num_tokens,))
+            if at < len(shapes):
+                return shapes[at]
+            if num_tokens == num_requests:
+                return None
+        shapes = self._prompts
         at = bisect_left(shapes, (num_tokens,))
         return shapes[at] if at < len(shapes) and num_logits <= shapes[at].num_logits else None
 
@@ -118,7 +134,10 @@ class StepGraphs:
         the next replay."""
         captured = self._captured[shape, GROUPS in inputs]
         tables = [inputs[name] for name in self._table_names]
-        num_padding = shape.num_tokens - len(inputs["token_ids"])
+        # In another shape a request may have the place of the row with the padding. The device still has that request's
+        # blocks in the columns behind those that are written.
+        is_exposed = len(tables) > 1 or shape.few > 0
+        num_padding = shape.num_tokens - len(inputs["token_ids"]) if is_exposed else 0
         self._buffers.write(filled_up(inputs, captured.empty), self._stacked(tables, shape.num_requests, num_padding))
         captured.graph.replay()
         return captured
@@ -138,14 +157,15 @@ class StepGraphs:
         kernels of these steps first, in parallel.
         """
         self.null_block = null_block
-        shapes = sorted([*self._decodes, *self._prompts], reverse=True)  # the others reuse the memory of the largest
+        # The others reuse the memory of the largest.
+        shapes = sorted({*self._decodes, *self._verifying, *self._prompts}, reverse=True)
         if not shapes:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
         kinds = [(shape, is_adapted) for shape in shapes for is_adapted in (False, True)[: 1 + bool(self._of_adapters)]]
         steps = {kind: self._empty_step(*kind) for kind in kinds}
-        most = max(shape.num_requests for shape in shapes)
-        num_rows = most * len(self._table_names)
+        num_rows = max(shape.num_requests for shape in shapes) * len(self._table_names)
+        most = max((shape.num_logits for shape in shapes if shape.samples_all), default=1)
         tables = torch.full(
             (num_rows, self._width), null_block, dtype=torch.int32, device=self._device
         )  # shared by all shapes
@@ -169,8 +189,8 @@ class StepGraphs:
         nothing."""
         all_captured = {}
         for (shape, is_adapted), step in steps.items():
-            captured = self._record(run, step, tables[: shape.num_requests * len(self._table_names)], pool)
-            if last_tokens is not None and shape.is_decode:
+            captured = self._record(run, step, tables[: shape.num_requests * len(self._table_names)], pool, shape.few)
+            if last_tokens is not None and shape.samples_all:
                 captured = captured._replace(choices=self._record_choices(captured, last_tokens, pool))
             all_captured[shape, is_adapted] = captured
         return all_captured
@@ -180,15 +200,17 @@ class StepGraphs:
         of_spans = self.spans.text_inputs(shape.num_tokens) if self.spans else {}
         return empty_step(shape, self._padding_slot) | of_spans | groups
 
-    def _record(self, run: Run, step: Arrays, tables: Tensor, pool: Pool | None) -> Captured:
+    def _record(self, run: Run, step: Arrays, tables: Tensor, pool: Pool | None, few: int) -> Captured:
         buffers, parts = self._buffers, filled_up({}, step)
         numbers = torch.from_numpy(np.concatenate(parts)).to(self._device)
         static_inputs = apart(numbers, step)
-        inputs: dict[str, Tensor | None] = {
+        inputs: dict[str, Tensor | KnownStarts | None] = {
             name: tensor for name, tensor in static_inputs.items() if name not in CHOICE
         }
-        if CHOICE[0] in static_inputs:  # a decode step
+        if CHOICE[0] in static_inputs:  # each token gives logits
             inputs["logit_rows"] = None
+        if few:
+            inputs["query_starts"] = KnownStarts(static_inputs["query_starts"], few=few)
         by_group = tables.chunk(len(self._table_names))
         inputs.update(zip(self._table_names, by_group, strict=True))
 
@@ -222,14 +244,8 @@ class StepGraphs:
 
     def _stacked(self, tables: Sequence[np.ndarray], num_requests: int, num_padding: int = 0) -> np.ndarray:
         """Return the block tables of all groups, one below the other, each padded to `num_requests` rows and to the
-        width of the widest with the null block.
-
-        With several groups, a padding row may be at the place of a request's row in another shape. It must then hold
-        all `num_padding` tokens, because the device still has that request's blocks in the columns after it.
-        """
-        parts, width = [], max(table.shape[1] for table in tables)
-        if len(tables) > 1:
-            width = max(width, -(-num_padding // MIN_BLOCK_SIZE))
+        width of the widest with the null block. A padding row then holds at least `num_padding` tokens."""
+        parts, width = [], max(-(-num_padding // MIN_BLOCK_SIZE), *(table.shape[1] for table in tables))
         for table in tables:
             missing = num_requests - len(table), width - table.shape[1]
             is_whole = not any(missing)
@@ -244,11 +260,13 @@ class StepGraphs:
 
 def empty_step(shape: Shape, padding_slot: int) -> Arrays:
     """Build a step of padding tokens with the shape of a captured step: one token for each request in a decode step,
-    otherwise all of them in the last request."""
-    num_tokens, num_requests, num_logits = shape
+    otherwise all of them in the last request. In a step with prompts no attention is computed for them."""
+    num_tokens, num_requests, num_logits, few = shape
     starts = np.arange(num_requests + 1) if shape.is_decode else np.zeros(num_requests + 1)
+    if few:
+        starts[-1] = num_tokens
     arrays: Arrays = {}
-    if shape.is_decode:
+    if shape.samples_all:
         rows = SamplingRows.greedy(num_logits)
         slots = np.full(num_logits, padding_slot)
         arrays = {name: slots if name == "slots" else getattr(rows, name) for name in CHOICE}
@@ -299,6 +317,19 @@ def decode_shapes(sizes: str, batch_size: int) -> list[Shape]:
     """Return the shapes of the listed sizes, each limited to `batch_size`."""
     wanted = {min(int(size), batch_size) for size in sizes.split(",")}
     return [Shape(size, size, size) for size in sorted(wanted)]
+
+
+def verifying_shapes(config: Config, decodes: Sequence[Shape]) -> list[Shape]:
+    """Return the shapes of steps that verify drafts: as many tokens as captured decode steps have requests, times one
+    more than the drafts of a request. They have a request more than such a step can have, for padding, and never as
+    many as tokens."""
+    few, most = config.speculate_max_draft_token_num + 1, min(TOKENS[-1], config.max_step_tokens)
+    shapes = []
+    for num_tokens in sorted({2, *(few * shape.num_tokens for shape in decodes)}):
+        num_requests = min(num_tokens, config.batch_size) + 1
+        if num_tokens <= most:
+            shapes.append(Shape(num_tokens, num_requests + (num_requests == num_tokens), num_tokens, few))
+    return shapes
 
 
 def prompt_shapes(batch_size: int, max_tokens: int) -> list[Shape]:

@@ -30,6 +30,7 @@ LOG2_E = math.log2(math.e)
 MIN_ROWS = 16  # of a matrix product
 MAX_TILE = 64  # positions
 DECODE = {"num_warps": 2, "num_stages": 2}  # of a program; stages: tiles that are read ahead
+MOST_ROWS = 64  # of a program where each request has a few tokens
 # Rows, positions, and how a program of so many runs. So many registers that several of them run on an SM.
 PREFILL = 128, MAX_TILE, {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
 INT8_PREFILL = 64, MAX_TILE, {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
@@ -77,17 +78,17 @@ def paged_attention(
     """Compute attention of qkv [T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]. Return [T, Hq
     D], and the cache, which is updated in place. An int8 cache also holds scales (int8_cache.py).
     """
-    starts, fresh = query_starts if isinstance(query_starts, KnownStarts) else (query_starts, [])
+    starts, fresh, few = query_starts if isinstance(query_starts, KnownStarts) else KnownStarts(query_starts)
     where, heads = (starts, context_lens, block_tables), opened(qkv)[0]
     num_tokens, num_requests, pairs = len(heads), len(context_lens), None
     scoring = Scoring(scale, window, softcap, sinks)
     if num_tokens == num_requests and not fresh:
-        return _attend_all(qkv, kv_cache, where, (num_requests, num_heads), scoring, cos_sin), kv_cache
+        return _attend_all(qkv, kv_cache, where, (num_requests, num_heads, 1), scoring, cos_sin), kv_cache
     if fresh and scoring.is_plain and prefill_attention.are_taken(heads.dtype, kv_cache):
         pairs = kv_cache.new_empty(2, num_kv_heads, num_tokens, kv_cache.shape[4])
         num_requests, num_tokens, _ = fresh[0]
     query = place_all(qkv, cos_sin, kv_cache, where, num_heads, pairs)
-    sizes = num_requests, num_heads
+    sizes = num_requests, num_heads, few
     outs = [_attend_all(query[:num_tokens], kv_cache, where, sizes, scoring)] if num_tokens else []
     if pairs is not None:
         outs += [prefill_attention.attend(query[a:b], pairs[:, :, a:b], scale) for _, a, b in fresh]
@@ -105,27 +106,25 @@ def _attend_all(
     qkv: Tensor | HeadNorm,
     kv_cache: Tensor,
     where: tuple[Tensor, ...],
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int],
     scoring: Scoring,
     cos_sin: Tensor | None = None,
 ) -> Tensor:
-    """Launch attention for the first requests of a step; `sizes` are the numbers of requests and of heads. With
-    `cos_sin`, `qkv` is the input of `paged_attention` with one token for each request; without, it holds rotated
-    queries.
+    """Launch attention for the first requests of a step; `sizes` are the numbers of requests, of heads, and of tokens
+    that hardly any request exceeds. With `cos_sin`, `qkv` is the input of `paged_attention` with one token for each
+    request; without, it holds rotated queries.
     """
     query, norm, has_norm = opened(qkv)
-    num_requests, num_heads = sizes
+    num_requests, num_heads, few = sizes
     block_tables, num_kv_heads = where[2], kv_cache.shape[2]
     block_size, head_dim = sizes_of(kv_cache)
     num_tokens, out = len(query), query.new_empty(len(query), num_heads * head_dim)
     group, one_each = num_heads // num_kv_heads, num_tokens == num_requests
-    many = INT8_PREFILL if kv_cache.dtype == torch.int8 else PREFILL
-    rows, most, options = (MIN_ROWS, MAX_TILE, DECODE) if one_each else many
-    rows = triton.next_power_of_2(max(group, rows))
+    rows, most, options = _tile_for(group, few, kv_cache.dtype == torch.int8)
     tokens = 1 if one_each else rows // group
     num_tiles = num_tokens if one_each else num_tokens // tokens + num_requests
     max_blocks = min(block_tables.shape[1], scoring.window // block_size + 2 if scoring.window else MAX_BLOCKS)
-    splits = _num_splits(num_tiles * num_kv_heads, max_blocks) if one_each else 1
+    splits = _num_splits(triton.cdiv(num_tokens, tokens) * num_kv_heads, max_blocks) if few else 1
     partial = query.new_empty(num_tokens, num_heads, splits, head_dim + 2, dtype=torch.float32) if splits > 1 else out
     grid = num_tiles, num_kv_heads, splits
     _attend[grid](
@@ -139,6 +138,16 @@ def _attend_all(
         padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)
         combine[(num_tokens, num_heads)](partial, out, num_heads, splits, head_dim, *padded, num_warps=2, **PDL)
     return out
+
+
+def _tile_for(group: int, few: int, is_int8: bool) -> tuple[int, int, dict[str, int]]:
+    """Return rows and positions of a program, and how it runs. A program with `few` tokens of a request has rows for
+    all of them, if these are not too many."""
+    if not few:
+        rows, most, options = INT8_PREFILL if is_int8 else PREFILL
+        return triton.next_power_of_2(max(group, rows)), most, options
+    rows = triton.next_power_of_2(max(group, min(group * few, MOST_ROWS), MIN_ROWS))
+    return rows, MAX_TILE, DECODE if few == 1 else {**DECODE, "num_warps": max(rows // 16, DECODE["num_warps"])}
 
 
 def _num_splits(num_programs: int, max_blocks: int) -> int:

@@ -4,6 +4,7 @@ contiguous keys and values, and their number on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -29,10 +30,11 @@ class Fresh(NamedTuple):
 
 
 class KnownStarts(NamedTuple):
-    """The `query_starts` of a step with such prompts, which are the last ones of the step."""
+    """The `query_starts` of a step, with what the host knows of it."""
 
     starts: Tensor
-    fresh: list[Fresh]
+    fresh: Sequence[Fresh] = ()  # such prompts, which are the last ones of the step
+    few: int = 0  # tokens that hardly any request exceeds, as in a step that verifies drafts; 0: unknown
 
 
 def find(query_starts: np.ndarray, context_lens: np.ndarray) -> list[Fresh]:

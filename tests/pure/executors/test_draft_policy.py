@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from engine.core.types import Row
 from engine.executors.draft_policy import LOSS_SHARE, MAX_BALANCE, Acceptance, DraftPolicy, StepTimes
 
 MEMORY_BOUND = {"rows_s": 0.0, "extra_s": 0.0005}  # more tokens cost nearly nothing
@@ -28,6 +29,43 @@ def simulate(policy, num_rows, share_right, num_steps, costs):
         chosen.append(sum(counts))
         num_tokens, total_s = num_tokens + num_sampled, total_s + seconds + draft_s * bool(offers)
     return chosen, num_tokens, total_s
+
+
+def simulate_ahead(policy, num_rows, share_right, num_steps, costs):
+    """Return the time of each token, relative to steps of 10 ms that are launched ahead. Other steps take 3 ms more,
+    and each draft so much. The first step of a rest waits for the device."""
+    policy.is_ahead, rng, num_tokens, total_s = True, random.Random(0), 0, 0.0
+    rows = [Row(slot, 0, [0], ()) for slot in range(num_rows)]
+    was_resting = False
+    for _ in range(num_steps):
+        if policy.rests:
+            if not was_resting:
+                policy.begin_rest()
+            seconds, was_resting = 0.01 if was_resting else 0.013, True
+            policy.rest(seconds, rows)
+            num_tokens, total_s = num_tokens + num_rows, total_s + seconds
+            continue
+        was_resting = False
+        counts = policy.choose(num_rows, 0, [(0, 4)] * num_rows) if policy.wants_offers else [0]
+        num_right = [next((i for i in range(4) if rng.random() > share_right), 4) for _ in counts]
+        for right, count in zip(num_right, counts, strict=True):
+            policy.acceptance.record(0, min(right, count), count)
+        seconds, draft_s = 0.013 + costs["extra_s"] * sum(counts), costs["draft_s"] * max(counts)
+        num_sampled = num_rows + sum(map(min, counts, num_right))
+        policy.observe(num_rows, sum(counts), num_sampled, (seconds, draft_s))
+        num_tokens, total_s = num_tokens + num_sampled, total_s + seconds + draft_s
+    return total_s / num_tokens / (0.01 / num_rows)
+
+
+@pytest.mark.parametrize(("num_rows", "share_right", "extra_s"), [(1, 0.0, 0.0), (1, 0.5, 0.01), (32, 0.7, 0.0003)])
+def test_drafts_that_do_not_pay_cost_little_where_steps_of_a_rest_are_faster(num_rows, share_right, extra_s):
+    assert simulate_ahead(DraftPolicy(), num_rows, share_right, 4000, {"extra_s": extra_s, "draft_s": 0.002}) < 1.02
+
+
+@pytest.mark.parametrize(("num_rows", "share_right", "least"), [(1, 0.95, 2.2), (1, 0.75, 1.5), (8, 0.75, 1.5)])
+def test_drafts_that_pay_are_found_where_steps_of_a_rest_are_faster(num_rows, share_right, least):
+    costs = {"extra_s": 0.0002 / num_rows, "draft_s": 0.001}
+    assert simulate_ahead(DraftPolicy(), num_rows, share_right, 2000, costs) < 1 / least
 
 
 def test_all_drafts_are_verified_where_tokens_cost_nothing_and_drafts_are_right():

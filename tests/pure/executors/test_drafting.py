@@ -14,7 +14,7 @@ from engine.executors.drafting import DraftingExecutor, with_drafts
 from engine.executors.lookup_drafts import LookupDrafts
 from engine.executors.ngram import NgramDrafter
 from engine.settings.config import Config
-from tests.pure.counting_executor import CountingExecutor
+from tests.pure.counting_executor import CountingExecutor, answer
 
 GREEDY = Sampling(20, temperature=0)
 
@@ -185,15 +185,15 @@ class Restless(DraftPolicy):
 
     wants_offers = True
 
-    def __init__(self):
+    def __init__(self, share=0.4):
         super().__init__()
-        self.rng, self.num_rested = random.Random(0), 0
+        self.rng, self.share, self.num_rested = random.Random(0), share, 0
 
     @property
     def rests(self):
-        return self.rng.random() < 0.4
+        return self.rng.random() < self.share
 
-    def rest(self, seconds):
+    def rest(self, seconds, rows=()):
         self.num_rested += 1
 
     def choose_for(self, rows, offers, draft_s=None):
@@ -212,6 +212,40 @@ def test_steps_between_rests_continue_those_of_the_rests(exported):
     assert found == expected
     assert policy.num_rested > 5
     assert stats["num_accepted_tokens"] > 0
+    drafting.close()
+
+
+class Ahead(CountingExecutor):
+    """Knows its last tokens, as a GPU does, so that the next step need not wait for them."""
+
+    runs_ahead = True
+
+    def __init__(self):
+        super().__init__(64)
+        self.num_ahead = 0
+
+    def launch(self, batch):
+        self.num_ahead += self.num_running > 0
+        return super().launch(batch)
+
+
+@pytest.mark.parametrize("may_pass", [lambda rows: True, lambda rows: all(len(row.token_ids) == 1 for row in rows)])
+def test_steps_of_a_rest_overlap_on_an_executor_that_runs_ahead(may_pass):
+    """Some of them may be followed by those of other requests in the same slots before their tokens are known."""
+    config, executor, policy = Config(batch_size=3, max_num_batched_tokens=32), Ahead(), Restless(0.7)
+    source = LookupDrafts("ngram", lambda arrival: Counting())
+    source.may_pass = may_pass
+    drafting = DraftingExecutor(executor, 3, source, policy)
+    loop, answers = EngineLoop(drafting, 64, config), {}
+    requests = [Request(str(n), [50 * n, 50 * n + 1], 2, Sampling(5 + 7 * n, temperature=n % 3 == 2)) for n in range(9)]
+    for request in requests:
+        loop.add(request)
+    while not loop.is_idle:
+        for update in loop.step():
+            answers.setdefault(update.request.request_id, []).extend(update.token_ids)
+    assert answers == {each.request_id: answer(each.token_ids[:2], each.sampling) for each in requests}
+    assert policy.num_rested > 20 and executor.num_ahead > 10
+    assert loop.stats()["num_accepted_tokens"] > 0
     drafting.close()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.ops.cuda.attention import MAX_TILE, Scoring, begun, rows_of, tile_of, tile_of_queries
 from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
 from engine.ops.cuda.merging import first_seen, merge_all, merged
+from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.rotate_and_cache import HeadNorm, place_all, sizes_of
 
 UNIT = 256  # positions
@@ -33,7 +34,7 @@ def paged_attention(
     qkv: Tensor | HeadNorm,
     cos_sin: Tensor,
     kv_cache: Tensor,
-    query_starts: Tensor,
+    query_starts: Tensor | KnownStarts,
     context_lens: Tensor,
     block_tables: Tensor,
     sinks: Tensor | None = None,
@@ -47,7 +48,8 @@ def paged_attention(
     """Compute attention of qkv [T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]. Return [T, Hq
     D], and the cache, which is updated in place.
     """
-    where, scoring = (query_starts, context_lens, block_tables), Scoring(scale, window, softcap, sinks)
+    starts = query_starts.starts if isinstance(query_starts, KnownStarts) else query_starts
+    where, scoring = (starts, context_lens, block_tables), Scoring(scale, window, softcap, sinks)
     query = place_all(qkv, cos_sin, kv_cache, where, num_heads)
     out = torch.empty_like(query)
     num_tokens, num_requests, group = len(query), len(context_lens), num_heads // num_kv_heads
