@@ -307,6 +307,8 @@ def test_the_gateway_knows_of_the_engine_its_contract_its_settings_and_its_error
                 "placement",
                 "sampling_parameters",
                 "settings.config",
+                "settings.disaggregation",
+                "settings.keys",
                 "settings.served",
                 "settings.tls",
                 "tracing",

@@ -41,7 +41,7 @@ def checked(text):
     return json.loads(text, object_pairs_hook=without_repetition)
 
 
-@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize("method", ["none", pytest.param("ngram", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_no_object_gets_a_property_twice(tokenizer, name, method):
     guided = Guided(tokenizer, speculate_method=method)

@@ -105,6 +105,7 @@ def test_the_choices_of_a_request_stay_together_and_each_is_cancelled_where_it_i
         assert [listeners[0].wait(), listeners[2].wait(), listeners[1].ends] == ["length", "length", []]
 
 
+@pytest.mark.slow
 def test_streams_of_an_engine_that_dies_continue_at_the_other_and_return_if_that_one_dies_too():
     addresses = [a_free_address(), a_free_address()]
     with a_set(*addresses) as engines, an_engine_process(addresses[1], step_s=0.04) as second:
@@ -126,6 +127,7 @@ def test_streams_of_an_engine_that_dies_continue_at_the_other_and_return_if_that
                 assert all(is_empty(engine) for engine in engines.engines)
 
 
+@pytest.mark.slow
 def test_a_request_that_crashes_every_engine_ends_alone_wherever_it_is():
     addresses, over = [a_free_address(), a_free_address()], threading.Event()
 

@@ -115,6 +115,7 @@ def test_what_is_not_a_number_in_the_cache_is_none_in_the_answer(isa, dtype, wha
     assert np.isfinite(found[:4]).all() and not np.isfinite(found[4:, 2 * 16 :]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 9], ids=["few rows", "many"])
 def test_sums_of_bytes_fit_into_32_bits(isa, count):
     batch = PagedBatch([1014], [count], head_dim=1024, rotary_dim=0, block_size=1024, dtype="int8")
