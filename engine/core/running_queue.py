@@ -94,6 +94,8 @@ class RunningQueue:
         """Start the first waiting request, or one of the next that fits, with blocks and slots. Return it, or None if
         none can start. `is_ahead`: a step is running. `max_tokens`: longer requests are skipped. Requests whose images
         are not encoded yet are passed by all others."""
+        if not self._free_slots:
+            return None
         passed: list[Request] = []
         for request in self.waiting.ready(max_tokens):
             if len(passed) == LOOK_AHEAD:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from engine.core import prompt_outputs
 from engine.core.block_pool import BlockPool
 from engine.core.grammar import MaskRow
@@ -14,7 +16,7 @@ from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.running_queue import LOOK_AHEAD, RunningQueue
 from engine.core.spans import check_spans
 from engine.core.types import PENDING, Batch, Logprobs, PromptOutputs, Request, Row, State, StepOutput
-from engine.core.updates import FAILED, Update, append, check_grammar, make
+from engine.core.updates import FAILED, Update, append, check_grammar
 from engine.errors import InvalidRequest
 
 SWAP_IN_SPEED = 8  # tokens that are swapped in from the host while one token is computed
@@ -139,14 +141,14 @@ class Scheduler:
             return None
         self._launched.append(launched)
         self._cache.begin_step()
-        has_mask = any(request.grammar and row.num_sampled for request, row, _ in launched)
         has_prompt_outputs = self._num_prompt_logits_left < self.limits.max_prompt_logits
         rows = [row for _, row, _ in launched]
+        guided = [row for request, row, _ in launched if request.grammar and row.num_sampled]
         max_drafts = self.max_drafts
         if max_drafts:  # of all rows together: what is left of the budget
             max_drafts = self.limits.max_batched_tokens - sum(len(row.token_ids) for row in rows)
         slot_changes, swaps = self._queue.take_slot_changes(), self.pool.take_swaps()
-        return Batch(rows, *slot_changes, has_mask, has_prompt_outputs, swaps, max_drafts)
+        return Batch(rows, *slot_changes, bool(guided), has_prompt_outputs, swaps, max_drafts)
 
     def mask_rows(self, drafts: Mapping[int, Sequence[int]]) -> list[MaskRow]:
         """Return the choices of the step that was launched, in the order of its output. `drafts`: that the executor has
@@ -215,18 +217,20 @@ class Scheduler:
         in_prompt, may_draft = [], self.max_drafts > 0
         spare = self.limits.max_batched_tokens - self.num_running  # for tokens that a grammar forces
         for request in self._computable():
-            start, token_ids = request.num_computed, request.token_ids[-1:]
-            num_left = len(request.token_ids) - start
+            known, start = request.token_ids, request.num_computed
+            num_left = len(known) - start
             if num_left > 1 or not request.prompt_outputs_sent:
                 if num_left or request.forks:
                     has_room = start < request.room or not num_left
                     if has_room or (request.slot >= 0 and self._queue.allocate_or_preempt(request)):
                         in_prompt.append(request)
                     continue
-            if start == len(request.token_ids):  # the previous step still samples its last token
-                if request.num_new_tokens + 1 >= request.sampling.max_new_tokens:
-                    continue  # which is the last one
-                token_ids = [PENDING]
+            if num_left:
+                token_ids = known[start:]
+            elif request.num_new_tokens + 1 < request.sampling.max_new_tokens:
+                token_ids = [PENDING]  # the previous step still samples its last token
+            else:
+                continue  # which is the last one
             last = start + request.num_unverified  # at most
             if last >= request.room and (request.slot < 0 or not self._queue.allocate_or_preempt(request)):
                 continue  # it was preempted
@@ -239,7 +243,7 @@ class Scheduler:
                 request.num_unverified += len(forced) + max_drafts
             request.num_computed = start + 1
             new = self._cache.take_new_blocks(request) if request.has_new_blocks else ()
-            row = make(Row, (request.slot, start, token_ids, new, num_sampled, (), None, max_drafts))
+            row = Row(request.slot, start, token_ids, new, num_sampled, (), None, max_drafts)
             launched.append((request, row, ()))
         return in_prompt
 
@@ -343,7 +347,7 @@ class Scheduler:
         if not request.prompt_outputs_sent:
             if update.finish_reason != FAILED:
                 self._cache.keep_logprobs(request)
-            update = update._replace(prompt_outputs=prompt_outputs.take(request))
+            update = replace(update, prompt_outputs=prompt_outputs.take(request))
         updates.append(update)
         if update.finish_reason:
             self._queue.finish(request)

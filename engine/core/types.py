@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from engine.core.cache_groups import CacheGroup
 from engine.core.spans import PromptSpan
 from engine.errors import RequestError
@@ -196,7 +198,7 @@ class PromptOutputSpec(NamedTuple):
     returns_pooled: bool = False  # the mean of all that were added for the slot
 
 
-class Row(NamedTuple):
+class Row(msgspec.Struct, frozen=True, gc=False):  # gc=False: no cycle of references can go through a row
     """The tokens of one slot that a step computes, from position `start` on. If the previous step has draft tokens, the
     slot and its PENDING token may be further than `start` when it ends."""
 

@@ -4,16 +4,16 @@ of steps, blocks and slots."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from engine.core.types import NO_TOKEN, Grammar, Logprobs, PromptOutputs, Request
 from engine.errors import RequestError
 
 FAILED = "failed"
-make = tuple.__new__  # makes a NamedTuple in a third of the time of its constructor
 
 
-class Update(NamedTuple):
+class Update(msgspec.Struct, frozen=True):
     """New tokens of a request and, with the last ones, the finish reason; or no tokens and the reason FAILED."""
 
     request: Request
@@ -29,7 +29,7 @@ def append(request: Request, token_ids: Sequence[int], logprobs: Sequence[Logpro
     if token_ids[0] == NO_TOKEN:
         return Update(request, (), None, FAILED)
     if len(token_ids) == 1:
-        return make(Update, (request, token_ids, logprobs, request.append(token_ids[0]), None, None))
+        return Update(request, token_ids, logprobs, request.append(token_ids[0]))
     for count, token_id in enumerate(token_ids, 1):
         if finish_reason := request.append(token_id):
             if count < len(token_ids):  # draft tokens that are correct, but follow the end
@@ -41,10 +41,10 @@ def append(request: Request, token_ids: Sequence[int], logprobs: Sequence[Logpro
 def check_grammar(grammar: Grammar, update: Update) -> Update:
     """Return `update`, or its replacement if the grammar, which has been advanced by its tokens, has an error or is
     complete. A complete answer ends without a step for its stop id."""
-    request, token_ids, logprobs, finish_reason, *_ = update
+    request, token_ids, logprobs = update.request, update.token_ids, update.logprobs
     if grammar.error:
         return Update(request, (), None, FAILED, grammar.error)
-    if finish_reason or not grammar.is_complete:
+    if update.finish_reason or not grammar.is_complete:
         return update
     stop_id = request.sampling.stop_token_ids[0]
     finish_reason = request.append(stop_id)

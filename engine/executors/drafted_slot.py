@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from msgspec.structs import replace
+
 from engine.core.types import PENDING, Row
 from engine.executors.draft_policy import Acceptance
 
@@ -33,7 +35,7 @@ class DraftedSlot:
             return row
         start = min(len(self.token_ids), self.max_len) - 1
         token_id = max(self.token_ids[start], 0)  # the token is NO_TOKEN if the request has failed
-        return row._replace(start=start, token_ids=[token_id, *row.token_ids[1:]])
+        return replace(row, start=start, token_ids=[token_id, *row.token_ids[1:]])
 
     def note_drafts(self, drafts: Sequence[int], level: int) -> None:
         """Note drafts behind the known tokens, which `judge` compares with what follows."""

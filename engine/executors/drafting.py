@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from engine.core.draft_counts import DraftCounts
 from engine.core.types import PENDING, Batch, Executor, Row, Step, StepOutput
 from engine.executors.draft_policy import DraftPolicy
@@ -284,8 +286,8 @@ class DraftingExecutor:
         for index, drafts in offers:
             row = rows[index]
             added[row.slot] = drafts
-            rows[index] = row._replace(token_ids=[*row.token_ids, *drafts], num_sampled=row.num_sampled + len(drafts))
-        return batch._replace(rows=[row._replace(max_drafts=0) for row in rows], max_drafts=0), added
+            rows[index] = replace(row, token_ids=[*row.token_ids, *drafts], num_sampled=row.num_sampled + len(drafts))
+        return batch._replace(rows=[replace(row, max_drafts=0) for row in rows], max_drafts=0), added
 
     def _append(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from engine.core.types import Batch, Row
 from engine.executors.draft_policy import DraftPolicy
@@ -98,7 +99,7 @@ class MtpDrafts(ModelDrafts):
     def drafts(
         self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], max_drafts: int, policy: DraftPolicy | None
     ) -> Drafts:
-        able = [row if self._has_last(row.slot, slots[row.slot]) else row._replace(max_drafts=0) for row in rows]
+        able = [row if self._has_last(row.slot, slots[row.slot]) else replace(row, max_drafts=0) for row in rows]
         return super().drafts(able, slots, max_drafts, policy)
 
     def _has_last(self, slot: int, request: DraftedSlot) -> bool:

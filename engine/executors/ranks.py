@@ -20,12 +20,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import starmap
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, cast
 
 import msgpack
+import msgspec
 
 from engine.core.spans import PromptSpan
 from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, Row, Sampling, Step, StepOutput, Swaps
@@ -260,7 +260,11 @@ def _end_with(
 
 def pack(*fields: Any) -> bytes:
     """Serialize a message to or from a rank. Objects become lists of their attributes."""
-    return msgpack.packb(fields, default=lambda value: list(vars(value).values()))
+    return msgpack.packb(fields, default=_fields_of)
+
+
+def _fields_of(value: Any) -> Sequence[Any]:
+    return msgspec.structs.astuple(value) if isinstance(value, msgspec.Struct) else list(vars(value).values())
 
 
 def unpack(message: bytes) -> list[Any]:
@@ -273,8 +277,8 @@ def unpack_batch(fields: Sequence[Any]) -> Batch:
     rows, arrivals, copies, has_mask, has_prompt_outputs, swaps, max_drafts = fields
     return Batch(
         [
-            row._replace(prompt_spec=row.prompt_spec and PromptOutputSpec(*row.prompt_spec))
-            for row in starmap(Row, rows)
+            Row(slot, start, ids, block_ids, num_sampled, forks, spec and PromptOutputSpec(*spec), max_row_drafts)
+            for slot, start, ids, block_ids, num_sampled, forks, spec, max_row_drafts in rows
         ],
         [
             Arrival(slot, ids, prompt_len, Sampling.of(sampling), [PromptSpan(*span) for span in spans], scope)

@@ -30,9 +30,9 @@ class Choices(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> Choices:
-        slot_of_row, _, _, _, num_sampled, forks, *_ = zip(*batch.rows, strict=True)
-        if num_sampled.count(1) == len(slot_of_row) and not any(forks):  # the common case
-            return cls(list(slot_of_row), [()] * len(slot_of_row), None)
+        special = [row for row in batch.rows if row.num_sampled != 1 or row.forks]
+        if not special:  # the common case
+            return cls([row.slot for row in batch.rows], [()] * len(batch.rows), None)
         rows = [row for row in batch.rows if row.num_sampled]
         slots: list[int] = []
         tails: list[Sequence[int]] = []
@@ -89,13 +89,13 @@ class Slots:
 
     def graph_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return the inputs of docs/ops.md except the caches, by name. Embeddings are f32, all others i32."""
-        slot_of_row, starts, token_ids, _, num_sampled, *_ = zip(*batch.rows, strict=True)
-        slots = np.array(slot_of_row)
+        token_ids = [row.token_ids for row in batch.rows]
+        slots = np.array([row.slot for row in batch.rows])
         lengths = np.fromiter(map(len, token_ids), np.int32, len(slots))
         query_starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(lengths, out=query_starts[1:])
-        context_lens = np.array(starts, np.int32)
-        counts = np.array(num_sampled, np.int32)
+        context_lens = np.array([row.start for row in batch.rows], np.int32)
+        counts = np.array([row.num_sampled for row in batch.rows], np.int32)
         width = int((context_lens + lengths - 1).max()) // self._block_size + 1
         logit_rows = _runs(query_starts[1:] - counts, counts)
         if batch.has_prompt_outputs:
@@ -129,7 +129,7 @@ class Slots:
     def sampling_rows(self, choices: Choices, mask: np.ndarray | None = None) -> SamplingRows:
         """Return the sampling parameters, penalties and biases of all choices, one row each."""
         slots = np.array(choices.slots)
-        rows = SamplingRows(self._rows.values[slots], mask=mask)
+        rows = SamplingRows(self._rows.values.take(slots), mask=mask)
         if any(choices.tails):
             rows.counter += [len(tail) for tail in choices.tails]
         if self._seen.places:

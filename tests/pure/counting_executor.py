@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from engine.core.cache_groups import FREED, FULL_ATTENTION, MAX_REJECTED, STATE, CacheGroup
 from engine.core.spans import PromptSpan
@@ -128,7 +129,7 @@ class CountingExecutor:
             block_ids[copy.place] = copy.target
         self.batches.append([(str(self.slots[row.slot].token_ids[0]), len(row.token_ids)) for row in batch.rows])
         holders = Counter(block for row in batch.rows for block in self._held(row))
-        rows = [row._replace(token_ids=self._known(row)) for row in batch.rows]
+        rows = [replace(row, token_ids=self._known(row)) for row in batch.rows]
         for row in rows:
             self._write(row, holders)
         for row in rows:

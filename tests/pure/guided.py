@@ -80,10 +80,11 @@ class Guided:
         self.token_ids, self.ends, self.errors = {}, {}, {}
 
     def turn(self):
-        for request, token_ids, _, finish_reason, error, _ in self.loop.step():
-            self.token_ids.setdefault(request.request_id, []).extend(token_ids)
-            if finish_reason:
-                self.ends[request.request_id], self.errors[request.request_id] = finish_reason, error
+        for update in self.loop.step():
+            name = update.request.request_id
+            self.token_ids.setdefault(name, []).extend(update.token_ids)
+            if update.finish_reason:
+                self.ends[name], self.errors[name] = update.finish_reason, update.error
 
     def run(self, *requests):
         """Run the requests and return the text of the last one."""

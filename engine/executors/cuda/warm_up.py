@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from engine.core.types import Arrival, Batch, PromptOutputSpec, Row, Sampling
 from engine.sampling_parameters import PARAMETERS
 
@@ -95,4 +97,4 @@ class _Builder:
         batch = self.batch([(0, num_tokens, GREEDY)])
         count = len(batch.rows[0].token_ids)
         spec = PromptOutputSpec(scored_ids=[0] * (count - 1), num_logprobs=1, num_pooled=count, returns_pooled=True)
-        return batch._replace(rows=[batch.rows[0]._replace(prompt_spec=spec)], has_prompt_outputs=True)
+        return batch._replace(rows=[replace(batch.rows[0], prompt_spec=spec)], has_prompt_outputs=True)
