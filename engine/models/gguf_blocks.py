@@ -13,6 +13,7 @@ import numpy as np
 
 Decoded = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # codes [n, size], scales and minima f32 [n, groups]
 NO_CODES = ("F32", "F16", "BF16")
+NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)  # IQ4 codes
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,37 @@ def _scales_of_k(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _f16(raw, 0) * scales.astype(np.float32), _f16(raw, 2) * minima.astype(np.float32)
 
 
+def _two_bits(packed: np.ndarray) -> np.ndarray:
+    """Return 256 codes of two bits from u8 [n, 64]: 32 bytes hold 32 codes in their lowest bits, 32 in the next."""
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return (packed.reshape(len(packed), 2, 1, 32) >> shifts & 3).reshape(len(packed), 256)
+
+
+def _q2_k(raw: np.ndarray) -> Decoded:
+    scale, minimum = (_f16(raw, 80 + 2 * i) * (raw[:, :16] >> 4 * i & 15).astype(np.float32) for i in range(2))
+    return _two_bits(raw[:, 16:80]).view(np.int8), scale, minimum
+
+
+def _q3_k(raw: np.ndarray) -> Decoded:
+    third = raw[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    codes = (_two_bits(raw[:, 32:96]) | third.reshape(len(raw), 256) << 2).view(np.int8) - np.int8(4)
+    upper = raw[:, None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    scale = (_halves(raw[:, 96:104]) | upper.reshape(len(raw), 16) << 4).view(np.int8) - np.int8(32)
+    return codes, _f16(raw, 108) * scale.astype(np.float32), None
+
+
+def _iq4_nl(raw: np.ndarray) -> Decoded:
+    return NONLINEAR[_halves(raw[:, 2:])], _f16(raw, 0), None
+
+
+def _iq4_xs(raw: np.ndarray) -> Decoded:
+    groups = raw[:, 8:].reshape(-1, 16)
+    lower = np.stack([raw[:, 4:8] & 15, raw[:, 4:8] >> 4], axis=2).reshape(len(raw), 8)
+    upper = raw[:, 2:4, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+    scale = (lower | upper.reshape(len(raw), 8) << 4).view(np.int8) - np.int8(32)
+    return NONLINEAR[_halves(groups)].reshape(len(raw), 256), _f16(raw, 0) * scale.astype(np.float32), None
+
+
 def _quarters(raw: np.ndarray, start: int) -> np.ndarray:
     """Return 256 codes of four bits: each 32 bytes hold 32 codes in their lower bits, and the next 32 in the upper."""
     packed = raw[:, start : start + 128].reshape(len(raw), 4, 1, 32)
@@ -111,7 +143,11 @@ BLOCK_FORMATS = {  # by the number of the type in the file
     6: BlockFormat("Q5_0", 32, 22, _q5_0, INT8),
     7: BlockFormat("Q5_1", 32, 24, _q5_1, INT8),
     8: BlockFormat("Q8_0", 32, 34, _q8_0, INT8),
+    10: BlockFormat("Q2_K", 256, 84, _q2_k, INT8),
+    11: BlockFormat("Q3_K", 256, 110, _q3_k, INT8),
     12: BlockFormat("Q4_K", 256, 144, _q4_k, INT4, is_exact=True),
     13: BlockFormat("Q5_K", 256, 176, _q5_k, INT8),
     14: BlockFormat("Q6_K", 256, 210, _q6_k, INT8),
+    20: BlockFormat("IQ4_NL", 32, 18, _iq4_nl, INT8),
+    23: BlockFormat("IQ4_XS", 256, 136, _iq4_xs, INT8),
 }

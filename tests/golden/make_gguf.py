@@ -10,7 +10,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}  # where 16-bit floats are; else in front
+HALVES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
 NUM_BLOCKS = 6
 
 
@@ -20,8 +22,7 @@ def main() -> None:
         kind = gguf.GGMLQuantizationType[name]
         _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         raw = rng.integers(0, 256, (NUM_BLOCKS, num_bytes), np.uint8)
-        halves = {"Q6_K": (208,)}.get(name, (0, 2) if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,))
-        for start in halves:  # random bytes would often be infinite or no number
+        for start in HALVES.get(name, (0,)):  # random bytes would often be infinite or no number
             raw[:, start : start + 2] = rng.uniform(-2, 2, (NUM_BLOCKS, 1)).astype(np.float16).view(np.uint8)
         arrays |= {name: raw, f"{name}_values": gguf.dequantize(raw, kind)}
     np.savez_compressed(Path(__file__).with_name("gguf.npz"), **arrays)
