@@ -27,20 +27,11 @@ from engine.download.copy import Record, fill
 from engine.download.files import Denied, DownloadError
 from engine.download.sources import list_hub, list_mirror
 from engine.download.transfer import Policy
+from engine.settings.model import QUANT_TYPES
 
 DEFAULT_MODEL = "deepseek-ai/DeepSeek-R1/weight_only_int4"
 DEFAULT_TAG = "3.0.0.b4"
-QUANTS = (
-    "weight_only_int8",
-    "weight_only_int4",
-    "a8w8",
-    "a8w8_fp8",
-    "a8w8c8",
-    "a8w8_fp8_wint4",
-    "float16",
-    "bfloat16",
-    "float32",
-)
+QUANTS = (*QUANT_TYPES, "float16", "bfloat16", "float32")
 MODES = ("master", "slave")
 # A mirror has separate names for static graphs for two nodes or with a draft layer; the hub has one checkpoint.
 MIRROR_VARIANT = re.compile(r"^(deepseek-ai/DeepSeek-(?:R1|V3))(?:-MTP)?(?:-2nodes)?$")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from engine.errors import ConfigError, SetupError
 from engine.settings.config import Config
+from engine.settings.model import QUANT_TYPES
 from server_scripts import logs
 from server_scripts.child import PROCESS_GROUP, ROOT, without_secrets
 
@@ -58,7 +59,7 @@ def find_source(config: Config, name: str, report: Callable[[str], None]) -> Mod
     """Return where the model is.
 
     Fetch it if `name` is a model's name and not an absolute path; without a name the model is in MODEL_DIR. Raise
-    ModelUnavailable, or ConfigError for a wrong quantization in the name.
+    ModelUnavailable.
     """
     if name and not name.startswith("/"):
         return _download(config, name, report)
@@ -103,8 +104,6 @@ def _download(config: Config, name: str, report: Callable[[str], None]) -> Model
         quant = parse_model_name(name)[1]
         mode = "master" if config.machines.is_master else "slave"
         options = DownloadOptions.from_env(nnodes=config.mp_nnode, mode=mode)
-        if options.mirror is None:
-            export_dtype(quant, config)  # raises ConfigError before gigabytes are fetched
         report(f"fetching {name} into {config.model_dir}")
         done = download(name, Path(config.model_dir).expanduser(), options)
     except (DownloadError, OSError) as error:
@@ -159,19 +158,10 @@ def export_if_needed(config: Config, source: ModelSource, report: Callable[[str]
 
 def export_dtype(quant: str | None, config: Config) -> tuple[str, str]:
     """Return the dtype and the quantization of the export, from the third part of the model's name or from the
-    settings. A name that ends in c8 also asks for an 8-bit KV cache. Raise ConfigError.
-    """
+    settings."""
     if quant is None:
         return config.dtype, config.quant_type
-    from engine.dtypes import WEIGHT_DTYPES
-    from engine.models.formats import QUANTIZED  # imports numpy, which costs a tenth of a second
-
-    if quant in WEIGHT_DTYPES:
-        return quant, "none"
-    if quant.removesuffix("c8") in QUANTIZED:
-        return config.dtype, quant.removesuffix("c8")
-    names = ", ".join(QUANTIZED)
-    raise ConfigError(f"the name asks for {quant}, which no export has; end it in one of {names}, or leave it out")
+    return (config.dtype, quant) if quant in QUANT_TYPES else (quant, "none")
 
 
 def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> Path:
@@ -190,9 +180,7 @@ def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> P
             print("step", f"note: {name} has no effect: {checkpoint_dir} is exported already", flush=True)
         return checkpoint_dir
     dtype, quant_type = export_dtype(quant, config)
-    int8_cache = config.use_cache_kv_int8 or (quant or "").endswith("c8")
-    config = replace(config, dtype=dtype, quant_type=quant_type, use_cache_kv_int8=int8_cache)
-    options = options_of(config, checkpoint_dir)
+    options = options_of(replace(config, dtype=dtype, quant_type=quant_type), checkpoint_dir)
     try:
         return export_cached(checkpoint_dir, cache_dir, options, lambda step: print("step", step, flush=True))
     except OSError as error:

@@ -129,7 +129,7 @@ OF_ERNIE: tuple[tuple[str, Started | str], ...] = (
         {"MAX_MODEL_LEN": "32768", "BATCH_SIZE": "128", "QUANT_TYPE": "weight_only_int4", "BLOCK_RATIO": "0.75"},
     ),
     ("--tensor-parallel-size 2", {"MP_NUM": "2"}),
-    ("--quantization block_wise_fp8", {"QUANT_TYPE": "weight_only_fp8"}),
+    ("--quantization block_wise_fp8", {"QUANT_TYPE": "block_wise_fp8"}),
     ("ENABLE_V1_KVCACHE_SCHEDULER=1", {}),
     ("--enable-prefix-caching --swap-space 50", {"ENABLE_PREFIX_CACHING": "1", "SWAP_SPACE": "50"}),
     ("--enable-chunked-prefill", {}),
@@ -187,7 +187,7 @@ STARTS = tuple(
     for typed, outcome in starts
 )
 
-# (document, a model, the checkpoint of the hub that stands for it, the QUANT_TYPE of its export | the error)
+# (document, a model, the checkpoint of the hub that stands for it, the QUANT_TYPE of its export)
 _R1 = "deepseek-ai/DeepSeek-R1"
 MODELS = (
     (PADDLENLP, f"{_R1}-Distill-Llama-8B/weight_only_int8", f"{_R1}-Distill-Llama-8B", "weight_only_int8"),
@@ -197,10 +197,7 @@ MODELS = (
         for mtp in ("", "-MTP")
         for quant in ("a8w8_fp8", "weight_only_int8")
     ),
-    *(
-        (PADDLENLP, f"{_R1}{mtp}/a8w8_fp8_wint4", _R1, "a8w8_fp8_wint4, which no export has; end it in one of")
-        for mtp in ("", "-MTP")
-    ),
+    *((PADDLENLP, f"{_R1}{mtp}/a8w8_fp8_wint4", _R1, "a8w8_fp8_wint4") for mtp in ("", "-MTP")),
     (ERNIE, "baidu/ERNIE-4.5-21B-A3B-Paddle", "baidu/ERNIE-4.5-21B-A3B-Paddle", "none"),
 )
 

@@ -48,6 +48,12 @@ def awq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
     return dict(zip(("qweight", "qzeros"), packed, strict=True)) | {"scales": half(scale.T)}
 
 
+def awq_gemv(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
+    """AWQ for its kernel of few rows, which pads zero points and scales to words of eight."""
+    padded = [np.pad(each, ((0, 0), (0, -scale.shape[1] % 8))) for each in (zero, scale)]
+    return {"qweight": pack(codes, 1), "qzeros": pack(padded[0], 1), "scales": padded[1].astype(np.float16)}
+
+
 def w4a16(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
     shape = np.array(codes.shape, np.int64)
     packed = {"weight_packed": pack(codes, 1), "weight_scale": scale, "weight_shape": shape}
@@ -86,6 +92,11 @@ KINDS: dict[str, tuple[dict, Callable[..., Tensors], str]] = {
     "gptq of 8 bits": ({**GPTQ, "bits": 8, "group_size": -1}, gptq8, "weight_only_int8"),
     "awq of 32": ({"quant_method": "awq", "bits": 4, "group_size": 32}, awq, "weight_only_int4_g32"),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq, "weight_only_int4"),
+    "awq for gemv": (
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemv"},
+        awq_gemv,
+        "weight_only_int4",
+    ),
     "w4a16": (compressed(4, "pack-quantized"), w4a16, "weight_only_int4"),
     "w4a16 with zeros": (compressed(4, "pack-quantized", symmetric=False), w4a16, "weight_only_int4"),
     "w4a16 of 32": (compressed(4, "pack-quantized", group_size=32), w4a16, "weight_only_int4_g32"),

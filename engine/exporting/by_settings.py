@@ -10,6 +10,7 @@ from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import CONFIG
 from engine.models import support
 from engine.models.eagle3 import EAGLE3_GRAPH
+from engine.models.formats import without_cache
 from engine.models.keys import read_json
 from engine.models.mtp import MTP_GRAPH
 from engine.models.quantization import is_fp8
@@ -28,13 +29,14 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
         raise ConfigError(
             "DTYPE or the model's name asks for float16, which only GPUs compute with: take bfloat16 or float32"
         )
+    quant_type, has_int8_cache = without_cache(config.quant_type)
     options = ExportOptions(
         config.dtype,
-        config.quant_type,
+        quant_type,
         config.block_size,
         num_ranks=config.mp_num,
         ranks=config.machines.exported_ranks,
-        int8_cache=config.use_cache_kv_int8,
+        int8_cache=config.use_cache_kv_int8 or has_int8_cache,
         load_format=config.load_format,
         hf_overrides=config.hf_overrides,
         mtp=config.speculate_method == MTP_GRAPH,

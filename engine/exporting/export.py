@@ -27,7 +27,7 @@ from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors, t
 from engine.models.coded import Coded
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
-from engine.models.formats import FORMATS, QUANTIZED, Format, with_zero
+from engine.models.formats import FORMATS, QUANTIZED, Format, Fp8, expert_format, with_zero
 from engine.models.keys import ModelError, read_json, whole_number
 from engine.models.mtp import with_mtp
 from engine.models.paddle_checkpoint import as_in_transformers
@@ -203,6 +203,8 @@ def _shards(
     if dtype == "auto":
         dtype = checkpoint.graph_dtype(TABLE) if checkpoint else "bfloat16"
     weight_format, formats = _weight_formats(dtype, options.quant_type, checkpoint.coded if checkpoint else {})
+    if checkpoint and formats and not isinstance(weight_format, Fp8):  # beside integers, floats of the checkpoint stay
+        formats |= dict.fromkeys(checkpoint.floats_of_8_bits, FORMATS["weight_only_fp8"])
     int8_cache = options.int8_cache or keys.get("infer_model_cachekv_int8_type") is not None
     first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache, formats)
     if checkpoint and (plain := checkpoint.plain(_weights(model, first))):
@@ -225,15 +227,16 @@ def _weight_formats(dtype: str, quant_type: str, coded: Mapping[str, Coded]) -> 
     if not any(each.format for each in coded.values()):
         return FORMATS[dtype if quant_type == "none" else quant_type], {}
     [(main, _)] = Counter(each.format for each in coded.values() if each.format).most_common(1)
-    if quant_type not in ("none", main):
+    wanted = FORMATS[main if quant_type == "none" else quant_type]
+    if main not in (wanted.name, expert_format(wanted).name):
         if not all(each.inexact or not each.format for each in coded.values()):
             raise ModelError(f"quant_type is {quant_type!r}, the checkpoint is quantized and exported as {main}")
-        return FORMATS[quant_type], {}
+        return wanted, {}
     formats = {
         name: with_zero(FORMATS[each.format]) if each.has_zero else FORMATS[each.format or dtype]
         for name, each in coded.items()
     }
-    return FORMATS[main], formats
+    return wanted, formats
 
 
 def _report_quantization(keys: Mapping[str, Any], checkpoint: Checkpoint, shard: Shard, progress: OnProgress) -> None:

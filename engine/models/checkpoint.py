@@ -116,13 +116,18 @@ class Checkpoint:
             names |= {f"{name.removesuffix(end)}weight" for name in self._tensors if name.endswith(f".{end}")}
         return {name: coded for name in sorted(names) if (coded := self._coded(name)) and name not in TABLES}
 
+    @property
+    def floats_of_8_bits(self) -> frozenset[str]:
+        """Return the names of the matrices that are stored as 8-bit floats."""
+        return frozenset(name for name, tensor in self._tensors.items() if isinstance(tensor, Scaled))
+
     def plain(self, weights: Iterable[Weight]) -> frozenset[str]:
         """Return the tensors of weights in the format Fp8 that the checkpoint does not store as 8-bit floats.
 
         The result is empty if no tensor is stored as 8-bit floats: then the format is not a choice of the checkpoint.
         """
         names = {part.tensor for weight in weights if isinstance(weight.format, Fp8) for part in weight.parts}
-        plain = frozenset(name for name in names if not isinstance(self._tensors.get(name), Scaled))
+        plain = frozenset(names - self.floats_of_8_bits)
         return plain if plain != names else frozenset()
 
     def stored(self, weight: Weight) -> tuple[np.ndarray, ...]:
@@ -149,7 +154,8 @@ class Checkpoint:
         coded = self._coded(part.tensor)
         rows, columns = part.axes
         if coded is None:
-            height = max(1, STORED_AT_ONCE // max(1, columns.size))
+            multiple = format.block_rows if isinstance(format, Fp8) else 1
+            height = max(1, STORED_AT_ONCE // max(1, columns.size * multiple)) * multiple
             parts = [Part(part.tensor, (piece, columns)) for piece in rows.pieces(height)]
             of_parts = [format.store(self.read(Weight(each.tensor, (each,), format))) for each in parts]
             return tuple(np.concatenate(arrays) for arrays in zip(*of_parts, strict=True))

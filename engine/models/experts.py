@@ -97,6 +97,7 @@ def mlp_of(config: DecoderConfig, place: Place, bias: bool = False) -> GatedMlp 
 
 def _stack(mixture: MixtureConfig, place: Place, name: str, parts: Mapping[str, tuple[Share, Share]]) -> Stack:
     """Return the matrices `parts` of all experts: those of an expert one after another."""
+    place = place.of_experts
     of_experts = [
         (f"{mixture.block}.experts.{expert}.{tensor}", axes)
         for expert in range(mixture.num_experts)

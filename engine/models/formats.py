@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.dtypes import CODES_PER_SCALE, SMALL_GROUP, WEIGHT_DTYPES, to_bf16
-from engine.models.quantize import Codes, to_fp8, to_int4, to_int8
+from engine.dtypes import CODES_PER_SCALE, FP8_BLOCK, SMALL_GROUP, WEIGHT_DTYPES, to_bf16
+from engine.models.quantize import Codes, to_block_fp8, to_fp8, to_int4, to_int8
 
 
 class Format(Protocol):
@@ -142,20 +142,23 @@ class Int4:
 
 @dataclass(frozen=True)
 class Fp8:
-    """An 8-bit float (e4m3) per element, and one scale per row, or per 128 elements if the checkpoint has those.
+    """An 8-bit float (e4m3) per element, and one scale per row, or per 128 elements of a row.
 
-    Activations are rounded to bf16, or to 8-bit floats by `linear_a8w8_fp8`.
+    A matrix of 8-bit floats keeps the scales of the checkpoint. Activations are rounded to bf16, or to 8-bit floats by
+    `linear_a8w8_fp8`.
     """
 
     name: str
     op: str
+    block_rows: int = 1  # rows of a quantized matrix that share scales: 1, or 128 with a scale per 128 x 128 elements
+    of_experts: Format | None = None  # the format of experts, and of MLPs in a model without experts; None: this one
     read_as = "float32"
 
     def parameters(self, name: str) -> tuple[str, ...]:
         return (name, f"{name}_scale")
 
     def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
-        return to_fp8(matrix)
+        return to_fp8(matrix) if self.block_rows == 1 else to_block_fp8(matrix)
 
     def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
         return self.store(codes.values())
@@ -176,6 +179,8 @@ QUANTIZED: dict[str, Format] = {
     "a8w8": Int8("a8w8", "_a8w8"),
     "weight_only_fp8": Fp8("weight_only_fp8", "linear_fp8"),
     "a8w8_fp8": Fp8("a8w8_fp8", "linear_a8w8_fp8"),
+    "block_wise_fp8": Fp8("block_wise_fp8", "linear_a8w8_fp8", FP8_BLOCK),
+    "a8w8_fp8_wint4": Fp8("a8w8_fp8_wint4", "linear_a8w8_fp8", of_experts=Int4("weight_only_int4")),
 }
 FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES} | QUANTIZED
 
@@ -195,6 +200,18 @@ def common_format(formats: Sequence[Format]) -> Format:
 
 
 _BITS: dict[type, int] = {Dense: 16, Fp8: 9, Int8: 8, Int4: 4}
+
+
+def expert_format(format: Format) -> Format:
+    """Return the format of the experts' matrices, or of the MLPs of a model without experts, when the other matrices
+    have `format`."""
+    return format.of_experts or format if isinstance(format, Fp8) else format
+
+
+def without_cache(quant_type: str) -> tuple[str, bool]:
+    """Return a name of PaddleNLP without its `c8`, and whether it had that, which stands for an 8-bit KV cache."""
+    before, found, behind = quant_type.partition("c8")
+    return before + behind, bool(found)
 
 
 def head_format(format: Format, dtype: str) -> Format:

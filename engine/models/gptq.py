@@ -51,13 +51,21 @@ def gptq(config: Mapping[str, Any]) -> Quantization:
 
 def awq(config: Mapping[str, Any]) -> Quantization:
     """Return the quantization of an AWQ checkpoint. Raises ModelError if it is not supported."""
-    need(config, "awq", bits=(4,), version=("gemm", "GEMM", None))
+    need(config, "awq", bits=(4,), version=("gemm", "GEMM", "gemv", "GEMV", None))
+    size = config.get("group_size", 128)
 
     def read(tensors: Tensors) -> Codes:
         codes, zero = (_in_order_of_awq(unpack(tensors[end], axis=1)) for end in ("qweight", "qzeros"))
         return Codes(codes.T, tensors["scales"].astype(np.float32).T, zero.T)
 
-    return Quantization("awq", "weight_only_int4", True, config.get("group_size", 128), ENDS, read)
+    def read_gemv(tensors: Tensors) -> Codes:
+        """Read a layer whose matrices are not transposed, with zero points and scales padded to whole words."""
+        codes, zero = (unpack(tensors[end], axis=1) for end in ("qweight", "qzeros"))
+        num_groups = 1 if size == -1 else codes.shape[1] // size
+        return Codes(codes, tensors["scales"].astype(np.float32)[:, :num_groups], zero[:, :num_groups])
+
+    is_gemv = str(config.get("version")).lower() == "gemv"
+    return Quantization("awq", "weight_only_int4", True, size, ENDS, read_gemv if is_gemv else read)
 
 
 def _in_order_of_awq(numbers: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.core.cache_groups import table_name
-from engine.models.formats import FLOAT32, FORMATS, Format
+from engine.models.formats import FLOAT32, FORMATS, Format, expert_format
 from engine.models.rope import Rope
 from engine.models.weights import Constant, Part, Shard, Share, Weight
 
@@ -80,6 +80,11 @@ class Place:
     shard: Shard
     layer: int | None = None  # index of the decoder layer; None: outside of the decoder layers
     prefix: str | None = None  # of the names of its tensors and weights; None: that of the decoder layer
+
+    @property
+    def of_experts(self) -> Place:
+        """Return the place with the format that matrices of experts have."""
+        return replace(self, shard=replace(self.shard, format=expert_format(self.shard.format)))
 
     def weight(self, name: str, parts: Iterable[tuple[str, tuple[Share, ...]]], format: Format = FLOAT32) -> Weight:
         """Return the weight `name`. `parts` are names of checkpoint tensors, each with the shares of its axes."""

@@ -22,6 +22,7 @@ class GatedMlp:
         cls, config: DecoderConfig, place: Place, bias: bool = False, packed: str = "", activation: str = "swiglu"
     ) -> GatedMlp:
         """Build the MLP. `packed` is the name of the tensor that stacks gate and up; empty: each has its own tensor."""
+        place = place if config.mixture else place.of_experts
         inner = place.shard.share(config.intermediate_size)
         parts = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
         gate_up = side_by_side(packed, (inner, inner)) if packed else parts
@@ -55,6 +56,7 @@ class Mlp:
     @classmethod
     def of(cls, config: DecoderConfig, place: Place, names: tuple[str, str], bias: bool) -> Mlp:
         """Build the MLP. `names` are the checkpoint's names of the up and the down projection."""
+        place = place if config.mixture else place.of_experts
         inner = place.shard.share(config.intermediate_size)
         up = [(f"mlp.{names[0]}", inner)]
         return cls(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.models.families import FAMILIES
+from engine.models.formats import QUANTIZED, without_cache
 from engine.models.keys import ModelError
 
 MIXTURES = ("mixtral", "qwen2_moe")
@@ -52,7 +53,7 @@ def refuse(export: Any, model_type: Any, quant_type: Any) -> None:
 
 def _with_settings(quant_type: str) -> str:
     """Return a text that names our settings nearest to a quant_type of PaddleNLP; empty if there are none."""
-    if not quant_type.startswith("a8w8"):
+    name, has_int8_cache = without_cache(quant_type)
+    if name not in QUANTIZED:
         return ""
-    quant = " and QUANT_TYPE=a8w8_fp8" if quant_type.endswith("fp8") else " and QUANT_TYPE=a8w8"
-    return quant + (", USE_CACHE_KV_INT8=1" if "c8" in quant_type else "")
+    return f" and QUANT_TYPE={name}" + (", USE_CACHE_KV_INT8=1" if has_int8_cache else "")

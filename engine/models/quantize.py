@@ -15,7 +15,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, SMALL_GROUP, from_bf16, to_bf16
+from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, FP8_BLOCK, SMALL_GROUP, from_bf16, to_bf16
 
 AT_ONCE = 1 << 18  # elements per piece, so that its temporary arrays fit in the CPU's caches
 LARGEST_INT8, SMALLEST_INT4, LARGEST_FP8 = 127, -8, 448
@@ -110,14 +110,23 @@ def to_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _by_rows(matrix, _rows_to_fp8)
 
 
+def to_block_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return 8-bit floats (e4m3) as u8 [N, K] and scales f32 [N, blocks], which are equal in all rows of a block.
+
+    A block has 128 x 128 elements, fewer at the edges of the matrix. Its largest magnitude becomes 448.
+    """
+    return _by_rows(matrix, _blocks_to_fp8, FP8_BLOCK)
+
+
 def pack_int4(codes: np.ndarray) -> np.ndarray:
     """Pack codes 0 .. 15 [N, K], two per byte, the first in the lower four bits. Rows are padded with zeros."""
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % CODES_ALIGNED)))
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def _by_rows(matrix: np.ndarray, quantize: Callable) -> tuple[np.ndarray, np.ndarray]:
-    at_once = max(1, AT_ONCE // max(1, matrix.shape[1]))
+def _by_rows(matrix: np.ndarray, quantize: Callable, multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize pieces whose numbers of rows are a multiple of `multiple`, except for the last one."""
+    at_once = max(1, AT_ONCE // max(1, matrix.shape[1] * multiple)) * multiple
     with ThreadPoolExecutor() as threads:
         pieces = threads.map(
             lambda i: quantize(matrix[i : i + at_once].astype(np.float32)), range(0, len(matrix), at_once)
@@ -134,6 +143,15 @@ def _rows_to_int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _rows_to_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = np.abs(rows).max(axis=1, keepdims=True) / np.float32(LARGEST_FP8)
     return _divide(rows, scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
+
+
+def _blocks_to_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    (num_rows, width), side = rows.shape, FP8_BLOCK
+    padded = np.pad(rows, ((0, -num_rows % side), (0, -width % side)))
+    blocks = padded.reshape(len(padded) // side, side, -1, side)
+    scale = np.abs(blocks).max(axis=(1, 3), keepdims=True) / np.float32(LARGEST_FP8)
+    codes = _divide(blocks, scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8).reshape(padded.shape)
+    return codes[:num_rows, :width], np.repeat(scale[:, 0, :, 0], side, axis=0)[:num_rows]
 
 
 def _rows_to_int4(rows: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:

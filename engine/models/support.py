@@ -106,6 +106,18 @@ PRECISIONS = (
         "QUANT_TYPE=a8w8_fp8",
         ("quant_type", "a8w8_fp8"),
     ),
+    PrecisionSupport(
+        "8-bit float in blocks of 128 x 128, activations too (CPUs: bfloat16)",
+        "QUANT_TYPE=block_wise_fp8",
+        ("quant_type", "block_wise_fp8"),
+        (RUN, RUN, NOT_RUN, NOT_RUN),
+    ),
+    PrecisionSupport(
+        "4-bit integer for experts or MLPs, `a8w8_fp8` for the rest",
+        "QUANT_TYPE=a8w8_fp8_wint4",
+        ("quant_type", "a8w8_fp8_wint4"),
+        (RUN, RUN, NOT_RUN, NOT_RUN),
+    ),
     PrecisionSupport("8-bit KV cache", "USE_CACHE_KV_INT8=1", ("int8_cache", True)),
 )
 

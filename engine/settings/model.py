@@ -10,6 +10,11 @@ from engine.errors import ConfigError
 from engine.settings.machines import Machines, read_machines
 from engine.settings.setting import expanded, json_object, setting
 
+QUANT_TYPES = (
+    *("weight_only_int8", "weight_only_int4", "weight_only_int4_g32", "a8w8", "weight_only_fp8"),
+    *("a8w8_fp8", "block_wise_fp8", "a8w8_fp8_wint4", "a8w8c8", "a8w8c8_fp8"),
+)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -47,11 +52,9 @@ class Model:
     quant_type: str = setting(
         "none",
         "QUANT_TYPE",
-        "matrices of an export with fewer bits (docs/ops.md); a model name's third part says it, too",
-        choices=(
-            *("none", "weight_only_int8", "weight_only_int4", "weight_only_int4_g32"),
-            *("a8w8", "weight_only_fp8", "a8w8_fp8"),
-        ),
+        "matrices of an export with fewer bits (docs/ops.md); a model name's third part says it, too;"
+        " names with `c8` also ask for USE_CACHE_KV_INT8=1",
+        choices=("none", *QUANT_TYPES),
     )
     hf_overrides: str = setting(
         "", "HF_OVERRIDES", "JSON object of what an export shall find in config.json instead of what is there"

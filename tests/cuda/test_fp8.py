@@ -133,7 +133,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_zeros(device):
     assert np.isfinite(found[3:]).all()
 
 
-@pytest.mark.parametrize("kind", ["a block", "weight_only_fp8", "a8w8_fp8"])
+@pytest.mark.parametrize("kind", ["a block", "weight_only_fp8", "a8w8_fp8", "block_wise_fp8", "a8w8_fp8_wint4"])
 def test_the_tokens_are_those_of_the_definition(exported, device, kind):
     """The models are a checkpoint with blocks, and ones that are rounded at export."""
     graph_dir = ROOT / "build/golden/fp8-graph" if kind == "a block" else exported("qwen2", quant_type=kind)

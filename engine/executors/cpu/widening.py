@@ -47,8 +47,12 @@ def widened(graph: Graph, params: Mapping[str, np.ndarray]) -> tuple[Graph, dict
     """Replace each op with a weight of 8-bit floats by the one with bfloat16.
 
     Return the new graph and its parameters, some of them `Widened`."""
-    if any(node.op == "linear_a8w8_fp8" for node in graph.nodes):
-        log.info("CPUs multiply by fp8 weights in bfloat16: activations are not rounded to fp8 as on a GPU")
+    if count := sum(node.op.endswith("_fp8") for node in graph.nodes):
+        log.info(
+            "%d matrices of 8-bit floats become bfloat16, with which CPUs multiply: a weight takes two bytes, and"
+            " activations are not rounded to 8-bit floats",
+            count,
+        )
     names = {value.id: name for name, value in graph.parameters.items()}
     kept: dict[str, np.ndarray | Widened] = dict(params)
     nodes = []

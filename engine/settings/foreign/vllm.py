@@ -13,12 +13,12 @@ FROM_CHECKPOINT = (
     *("modelopt", "modelopt_fp4", "nvfp4", "mxfp4", "gguf"),
 )
 WEIGHTS = {"wint8": "weight_only_int8", "wint4": "weight_only_int4"}
-FP8 = dict.fromkeys(("block_wise_fp8", "fp8"), "weight_only_fp8")
+FP8 = {"fp8": "weight_only_fp8"}
 PLAIN = "of the checkpoint with unquantized weights"
 FP8_PRODUCTS = f"a8w8_fp8 has 8-bit floats for weights and activations, and is made {PLAIN}"
 QUANTIZE = (
-    "supported are wint8, wint4, block_wise_fp8, a8w8, a8w8_fp8, and checkpoints in AWQ, GPTQ, compressed-tensors,"
-    " fp8, ModelOpt or GGUF"
+    "supported are wint8, wint4, block_wise_fp8, a8w8, a8w8_fp8, a8w8_fp8_wint4, and checkpoints in AWQ, GPTQ,"
+    " compressed-tensors, fp8, ModelOpt or GGUF"
 )
 UNSUPPORTED = {
     "smoothquant": f"a8w8 has 8 bits a weight and an activation, and is made {PLAIN}",
@@ -26,7 +26,7 @@ UNSUPPORTED = {
     f" wint4 is the smallest, and is made {PLAIN}",
     **dict.fromkeys(("w4a8", "w4afp8"), f"activations are not quantized beside 4-bit weights; wint4 is made {PLAIN}"),
     **dict.fromkeys(("tensor_wise_fp8", "wfp8afp8"), FP8_PRODUCTS),
-    "mix_quant": "all matrices have the same type, except those that the checkpoint quantizes; " + QUANTIZE,
+    "mix_quant": f"a8w8_fp8_wint4 has 4 bits for experts and 8-bit floats for the rest, and is made {PLAIN}",
     **dict.fromkeys(("bitsandbytes", "squeezellm", "aqlm"), QUANTIZE),
 }
 SECRET = "other users of the machine can read a command line; set the variable {}"
@@ -67,9 +67,9 @@ ROWS: tuple[OptionRow, ...] = (
         harmless=FROM_CHECKPOINT,
         why=OF_CHECKPOINT,
         refused=UNSUPPORTED,
-        remark="of an unquantized checkpoint: `wint8`, `wint4`, `block_wise_fp8`, `fp8` or a value of QUANT_TYPE;"
+        remark="of an unquantized checkpoint: `wint8`, `wint4`, `fp8` or a value of QUANT_TYPE (`block_wise_fp8`);"
         " `awq`, `gptq`, `compressed-tensors`, `modelopt`, `mxfp4` and `gguf` are read from the checkpoint; `wint2`,"
-        " `w4a8`, `w4afp8`, `wfp8afp8`, `tensor_wise_fp8` and `smoothquant` are refused",
+        " `w4a8`, `w4afp8`, `wfp8afp8`, `tensor_wise_fp8`, `mix_quant` and `smoothquant` are refused",
     ),
     sets("--dtype", "DTYPE", VLLM),
     sets("--gpu-memory-utilization", "GPU_MEMORY_UTILIZATION", *BOTH),

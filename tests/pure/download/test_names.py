@@ -23,7 +23,7 @@ def test_a_model_name_is_split_into_repository_and_quantization(name, parsed):
 
 
 def test_an_unknown_quantization_is_refused_with_the_list_of_the_known():
-    with pytest.raises(DownloadError, match="'int3'.*weight_only_int8, weight_only_int4, a8w8, .*float32"):
+    with pytest.raises(DownloadError, match="'int3'.*weight_only_int8, weight_only_int4, .*a8w8c8_fp8, .*float32"):
         parse_model_name("an-org/a-model/int3")
 
 

@@ -1,7 +1,9 @@
 """Checkpoints that others have quantized are exported with their own numbers, or refused in a sentence."""
 
 import json
+import logging
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -224,6 +226,32 @@ def test_groups_of_layers_keep_formats_of_their_own(tmp_path):
         np.testing.assert_allclose(numbers_of(found, name)[:, : numbers[name].shape[1]], numbers[name], 2**-7, 1e-7)
 
 
+@pytest.mark.parametrize("quant_type", ["none", "a8w8_fp8_wint4"])
+def test_a_group_of_8_bit_floats_beside_one_of_4_bit_integers_keeps_its_numbers(quant_type, tmp_path):
+    quantized, _ = make_quantized(tmp_path, "w4a16")
+    layers = [f"model.layers.{layer}.self_attn.{name}_proj." for layer in (0, 1) for name in "qkvo"]
+
+    def as_floats(tensors):
+        for layer in layers:
+            shape = [tensors.pop(f"{layer}{end}") for end in ("weight_packed", "weight_scale", "weight_shape")][2]
+            numbers = np.random.default_rng(0).integers(0, 127, shape, np.uint8).view(ml_dtypes.float8_e4m3fn)
+            tensors |= {f"{layer}weight": numbers, f"{layer}weight_scale": np.full((shape[0], 1), 2**-9, np.float32)}
+
+    change_tensors(quantized, as_floats)
+    path = quantized / "config.json"
+    keys = json.loads(path.read_text())
+    group = floats("channel")["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]}
+    keys["quantization_config"]["config_groups"]["group_1"] = group | {"format": "float-quantized"}
+    path.write_text(json.dumps(keys))
+    export(quantized, tmp_path / "out", ExportOptions("float32", quant_type))
+    graph, found = load(tmp_path / "out")
+    fp8 = "linear_fp8" if quant_type == "none" else "linear_a8w8_fp8"
+    of_layer = [fp8, fp8, "linear_int4", "linear_int4"]
+    assert [node.op for node in graph.nodes if node.op.startswith("linear")][:8] == of_layer * 2
+    assert (found["layers.1.o_proj.weight"] == np.random.default_rng(0).integers(0, 127, (256, 256), np.uint8)).all()
+    assert (found["layers.1.o_proj.weight_scale"] == 2**-9).all()
+
+
 def test_ranks_that_would_cut_a_group_are_refused(tmp_path):
     quantized, _ = make_quantized(tmp_path, "awq")
     with pytest.raises(ModelError, match="columns from 96 on do not begin a group of 64"):
@@ -308,7 +336,8 @@ def test_ranks_share_floats_of_eight_bits_with_their_scales_unless_they_cut_a_bl
         export(blocks, tmp_path / "out", ExportOptions("bfloat16", "weight_only_fp8", num_ranks=2, ranks=(1,)))
 
 
-def test_a_cpu_computes_with_floats_of_eight_bits_as_with_the_numbers_that_they_stand_for(tmp_path):
+def test_a_cpu_computes_with_floats_of_eight_bits_as_with_the_numbers_that_they_stand_for(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     quantized, plain = make_fp8(tmp_path, "a block")
     export(quantized, tmp_path / "kept", ExportOptions("bfloat16", "weight_only_fp8"))
     export(plain, tmp_path / "wide", ExportOptions("bfloat16"))
@@ -319,6 +348,7 @@ def test_a_cpu_computes_with_floats_of_eight_bits_as_with_the_numbers_that_they_
         program.set_caches({spec.name: allocated(spec.shape_of(2), spec.dtype) for spec in specs})
         logits.append(program.run(inputs_of(PROMPT[:40]))["logits"].copy())
     np.testing.assert_array_equal(*logits)
+    assert "8 matrices of 8-bit floats become bfloat16" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -375,7 +405,7 @@ def test_floats_of_eight_bits_without_their_scales_are_refused(change, message, 
         ({**GPTQ, "bits": 3}, "bits of gptq is 3, supported is 4, 8"),
         ({**GPTQ, "group_size": 48}, "the group size is 48, supported are multiples of 32"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format of gptq is 'marlin'"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version of awq is 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, "version of awq is 'gemv_fast'"),
         (floats("group"), "strategy of compressed-tensors weights of floats is 'group', supported is 'tensor'"),
         (floats("tensor", num_bits=4), "weights of 4-bit floats is 'float-quantized', supported is 'nvfp4-pack"),
         (floats("tensor", num_bits=6), "num_bits of compressed-tensors weights of floats is 6, supported is 8"),

@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
-from engine.dtypes import from_bf16, to_bf16
-from engine.models.quantize import AT_ONCE, pack_int4, to_int4, to_int8
+from engine.dtypes import FP8_VALUES, from_bf16, from_fp8, to_bf16
+from engine.models import checkpoint as checkpoint_module
+from engine.models.checkpoint import Checkpoint
+from engine.models.formats import FORMATS
+from engine.models.quantize import AT_ONCE, pack_int4, to_block_fp8, to_int4, to_int8
+from engine.models.weights import Part, Share, Weight
 from engine.ops.reference import int4_values
 
 
@@ -73,3 +77,49 @@ def test_a_large_matrix_is_done_in_pieces_of_rows(quantize, monkeypatch):
 def test_two_codes_share_a_byte_the_first_in_the_lower_half():
     packed = pack_int4(np.array([[1, 2, 3]], np.uint8))
     assert packed.shape == (1, 64) and packed[0, :3].tolist() == [0x21, 3, 0]
+
+
+def test_a_block_of_8_bit_floats_has_the_nearest_ones_to_its_elements_and_one_scale():
+    matrix = random(300, 200) * random(300, 1)
+    numbers, scale = to_block_fp8(matrix)
+    assert (numbers.shape, scale.shape, scale.dtype) == ((300, 200), (300, 2), np.float32)
+    finite = FP8_VALUES[np.isfinite(FP8_VALUES)]
+    for rows in (slice(0, 128), slice(128, 256), slice(256, 300)):
+        for group, columns in enumerate((slice(0, 128), slice(128, 200))):
+            assert (scale[rows, group] == np.abs(matrix[rows, columns]).max() / np.float32(448)).all()
+            divided = (matrix[rows, columns] / scale[rows, group, None]).ravel()
+            errors = np.abs(FP8_VALUES[numbers[rows, columns].ravel()] - divided)
+            np.testing.assert_array_equal(errors, np.abs(finite[:, None] - divided).min(axis=0))
+
+
+def test_blocks_of_zeros_stay_zeros():
+    assert not from_fp8(*to_block_fp8(np.zeros((130, 140), np.float32))).any()
+
+
+class Array:
+    """A tensor of a checkpoint."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def get_shape(self):
+        return list(self.values.shape)
+
+    def get_dtype(self):
+        return "F32"
+
+    def __getitem__(self, key):
+        return self.values[key]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_matrix_that_is_read_in_pieces_has_the_same_blocks(rank, monkeypatch):
+    """Blocks begin at the first row and column of a rank's share, whatever these are."""
+    matrix, columns = random(400, 300), Share(300, 150 * rank, 150 * rank + 150, 150)
+    monkeypatch.setattr(checkpoint_module, "STORED_AT_ONCE", 200 * 150)
+    monkeypatch.setattr("engine.models.quantize.AT_ONCE", 100 * 150)
+    weight = Weight("w", (Part("w", (Share.whole(400), columns)),), FORMATS["block_wise_fp8"])
+    found = Checkpoint({"w": Array(matrix)}).stored(weight)
+    monkeypatch.undo()
+    wanted = to_block_fp8(matrix[:, columns.start : columns.stop])
+    assert all(np.array_equal(*each) for each in zip(found, wanted, strict=True))

@@ -9,9 +9,11 @@ from safetensors.numpy import load_file
 
 from engine.dtypes import from_bf16
 from engine.exporting.__main__ import main
+from engine.exporting.by_settings import options_of
 from engine.exporting.export import QUANT_TYPES, ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
+from engine.models.formats import without_cache
 from engine.models.keys import ModelError
 from engine.ops import cpu, reference
 from engine.ops.reference import int4_values
@@ -32,6 +34,16 @@ LARGEST_ERROR = {
     "a8w8": 0.045,
     "weight_only_fp8": 0.12,
     "a8w8_fp8": 0.2,
+    "block_wise_fp8": 0.2,
+    "a8w8_fp8_wint4": 0.36,
+}
+# Matrices with 4 bits and those with 8-bit floats. The second family has a dense layer and an expert of all tokens.
+MIXED = {
+    "qwen2": ({"gate_up_proj", "down_proj"}, {"qkv_proj", "o_proj"}),
+    "glm4_moe": (
+        {"experts.gate_up_proj", "experts.down_proj"},
+        {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "shared_gate_up_proj", "shared_experts.down_proj"},
+    ),
 }
 each_type = pytest.mark.parametrize("quant_type", QUANTIZED)
 
@@ -88,7 +100,7 @@ def test_matrices_are_quantized_and_nothing_else(exported, checkpoint):
     assert np.square(error).mean() < 0.012 * np.square(wanted).mean()
 
 
-@pytest.mark.parametrize("quant_type", [name for name in QUANTIZED if not name.endswith("fp8")])
+@pytest.mark.parametrize("quant_type", [name for name in QUANTIZED if "fp8" not in name])
 @pytest.mark.parametrize(
     ("family", "table"), [("qwen2", "model.embed_tokens.weight"), ("qwen2_untied", "lm_head.weight")]
 )
@@ -99,6 +111,14 @@ def test_logits_come_from_eight_bits_of_the_tied_table_or_their_own(family, tabl
     assert head.dtype == np.int8 and graph.nodes[-1].op == "linear_int8"
     wanted = load_file(checkpoint(family) / "model.safetensors")[table]
     assert (np.abs(head * scale[:, None] - wanted) <= 0.51 * scale[:, None]).all()
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_experts_or_mlps_have_four_bits_and_the_rest_eight_bit_floats(family, exported):
+    params = load(exported(family, quant_type="a8w8_fp8_wint4"))[1]
+    scales = {name.split(".", 2)[2]: array.dtype for name, array in params.items() if name.endswith(".weight_scale")}
+    for dtype, names in zip((np.uint16, np.float32), MIXED[family], strict=True):  # bf16 of int4, f32 of fp8
+        assert {name.removesuffix(".weight_scale") for name, found in scales.items() if found == dtype} == names
 
 
 @each_type
@@ -119,14 +139,15 @@ def test_the_command_quantizes(a_checkpoint, tmp_path):
 
 
 def test_an_unknown_quantization_is_refused_with_the_list_of_the_known(a_checkpoint, tmp_path):
-    known = "none, weight_only_int8, weight_only_int4, weight_only_int4_g32, a8w8"
+    known = "none, weight_only_int8, weight_only_int4, weight_only_int4_g32, a8w8, .*a8w8_fp8_wint4$"
     with pytest.raises(ModelError, match=f"quant_type is 'int3', supported are {known}"):
         export(a_checkpoint, tmp_path / "out", ExportOptions(quant_type="int3"))
 
 
 def test_the_setting_knows_what_the_export_does():
     [choices] = [f.metadata["setting"].choices for f in Config.__dataclass_fields__.values() if f.name == "quant_type"]
-    assert choices == QUANT_TYPES
+    assert choices[: len(QUANT_TYPES)] == QUANT_TYPES
+    assert all(without_cache(name)[0] in QUANTIZED and "c8" in name for name in choices[len(QUANT_TYPES) :])
 
 
 # ---- a KV cache of 8 bits ----
@@ -171,8 +192,14 @@ def test_a_cache_of_bytes_is_the_same_in_paddle(int8_cache):
         (None, ("auto", "none")),
         ("bfloat16", ("bfloat16", "none")),
         ("weight_only_int4", ("auto", "weight_only_int4")),
-        ("a8w8c8", ("auto", "a8w8")),
+        ("a8w8c8_fp8", ("auto", "a8w8c8_fp8")),
     ],
 )
 def test_the_third_part_of_a_name_says_how_weights_are_stored(quant, stored):
     assert export_dtype(quant, Config()) == stored
+
+
+@pytest.mark.parametrize(("quant_type", "stored"), [("a8w8c8", "a8w8"), ("a8w8c8_fp8", "a8w8_fp8")])
+def test_c8_in_a_quantization_asks_for_an_int8_cache(quant_type, stored, a_checkpoint):
+    options = options_of(Config(quant_type=quant_type, device="cpu"), a_checkpoint)
+    assert (options.quant_type, options.int8_cache) == (stored, True)

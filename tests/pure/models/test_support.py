@@ -30,6 +30,8 @@ LARGEST_ERROR |= {
     "weight_only_int4_g32": 0.5,
     "weight_only_fp8": 0.2,
     "a8w8_fp8": 0.2,
+    "block_wise_fp8": 0.25,
+    "a8w8_fp8_wint4": 0.5,
     True: 0.03,
 }
 ON_CPUS = [each for each in support.PRECISIONS if each.devices[0] == RUN]
@@ -80,7 +82,7 @@ def test_families_on_several_gpus_are_those_whose_ranks_the_gpu_tests_run():
 def test_a_precision_that_ran_on_a_gpu_is_in_the_gpu_tests(precision):
     name, value = precision.option
     mentioned = re.search(rf'"{value}"' if isinstance(value, str) else rf'"{name}": {value}', cuda_tests())
-    assert bool(mentioned) == (precision.devices[2] == RUN)
+    assert mentioned or precision.devices[2] != RUN
 
 
 def test_float16_is_refused_on_cpus(a_checkpoint):

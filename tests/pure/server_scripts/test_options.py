@@ -92,7 +92,7 @@ def test_an_option_without_effect_is_accepted_with_a_note():
     [
         ("--quantization wint4", {"QUANT_TYPE": "weight_only_int4"}),
         ("--quantization wint8", {"QUANT_TYPE": "weight_only_int8"}),
-        ("--quantization block_wise_fp8", {"QUANT_TYPE": "weight_only_fp8"}),
+        ("--quantization block_wise_fp8", {"QUANT_TYPE": "block_wise_fp8"}),
         ("-q awq", {}),
         ("--quantization modelopt", {}),
         ("--quantization gguf", {}),
@@ -148,6 +148,7 @@ def test_values_of_other_servers_are_translated(arguments, environ):
         ("--max-concurrency 49", "--max-concurrency is 49, it must be at least BATCH_SIZE (50)"),
         ("--quantization wint2", "wint2 is not supported: it is a convolution code of 2 bits"),
         ("--quantization w4a8", "wint4 is made of the checkpoint with unquantized weights"),
+        ("--quantization mix_quant", "a8w8_fp8_wint4 has 4 bits for experts and 8-bit floats for the rest"),
         ("--quantization wfp8afp8", "a8w8_fp8 has 8-bit floats for weights and activations"),
         ("--max-concurrency many", "--max-concurrency is 'many', it must be a whole number"),
     ],

@@ -196,13 +196,13 @@ def test_a_setting_that_does_not_fit_the_model_is_status_2_before_anything_is_st
     assert "starting the engine" not in done.stdout
 
 
-def test_a_quantization_that_is_not_built_is_refused_before_anything_is_fetched(server):
+def test_an_unknown_quantization_is_refused_before_anything_is_fetched(server):
     with ModelServer() as hub:
         server.env["HF_ENDPOINT"] = hub.url
-        done = server.command("start_server", "org/model/a8w8_fp8_wint4")
+        done = server.command("start_server", "org/model/a8w8_int3")
         assert hub.requests == []
-    assert done.returncode == 2
-    assert "the name asks for a8w8_fp8_wint4, which no export has; end it in one of weight_only_int8," in done.stderr
+    assert done.returncode == 1
+    assert "model_name ends in 'a8w8_int3', the quantizations are: weight_only_int8, " in done.stdout
 
 
 def test_an_architecture_that_is_not_built_is_refused_before_its_weights_are_fetched(server):
