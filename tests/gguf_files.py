@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from engine.models.gguf_blocks import BLOCK_FORMATS
-from engine.models.gguf_model import IN_GEMMA_LAYER, IN_LAYER, KEYS, OUTSIDE
+from engine.models.gguf_model import IN_GEMMA_LAYER, IN_MIXTURE_LAYER, KEYS, OUTSIDE
 
 NUMBERS = {kind.name: number for number, kind in BLOCK_FORMATS.items()}
 Tensors = dict[str, tuple[str, tuple[int, ...], np.ndarray]]  # type, shape and bytes by name
@@ -59,19 +60,26 @@ def as_gguf(checkpoint: Path, arch: str, quantized: Mapping[str, tuple[str, np.n
         metadata[f"{arch}.rope.freq_base"] = keys["rope_parameters"]["rope_theta"]
     if linear := keys.get("rope_scaling"):
         metadata |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": linear["factor"]}
-    names = {ours: theirs for theirs, ours in (IN_GEMMA_LAYER if "gemma" in arch else IN_LAYER).items()}
+    in_layer = IN_GEMMA_LAYER if "gemma" in arch else IN_MIXTURE_LAYER
+    names = {ours: theirs for theirs, ours in in_layer.items()}
     names |= {ours.removesuffix(".weight"): theirs.removesuffix(".weight") for theirs, ours in OUTSIDE.items()}
     tensors: Tensors = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}  # matrices of experts, by the names of the stacks
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         found = name.split(".", 3) if "layers" in name else None
         inner, _, end = (found[3] if found else name).rpartition(".")
-        theirs = (f"blk.{found[2]}." if found else "") + f"{names[inner]}.{end}"
+        expert = re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)_proj", inner)
+        theirs = f"ffn_{expert[2]}_exps" if expert else names[inner]
+        theirs = (f"blk.{found[2]}." if found else "") + f"{theirs}.{end}"
         tensor = tensor + 1 if "gemma" in arch and "norm" in name else tensor
         if arch == "llama" and inner[-6:] in ("q_proj", "k_proj"):
             heads = keys["num_attention_heads" if "q_proj" in inner else "num_key_value_heads"]
             tensor = interleaved(tensor, heads)
         kind, raw = (quantized or {}).get(name, ("F32", tensor.astype(np.float32)))
-        tensors[theirs] = (kind, tensor.shape, raw)
+        if expert:
+            stacks.setdefault(theirs, {})[int(expert[1])] = raw
+            raw = np.stack([matrix for _, matrix in sorted(stacks[theirs].items())])
+        tensors[theirs] = (kind, (len(raw), *tensor.shape) if expert else tensor.shape, raw)
     folder = checkpoint.parent / "gguf"
     folder.mkdir()
     return write_gguf(folder / "model.gguf", metadata, tensors)

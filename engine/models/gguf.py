@@ -5,6 +5,7 @@ It is a reader of its own, since the `gguf` package would bring four more packag
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,10 @@ DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtype
 
 @dataclass(frozen=True, eq=False)
 class GgufTensor:
-    """A tensor of plain floats. `raw` are the bytes of its rows; a vector has one row."""
+    """A tensor of plain floats. `raw` are the bytes of its rows; a vector has one row.
+
+    A tensor of three axes, which are the matrices of all experts, cannot be read as a whole.
+    """
 
     name: str
     kind: BlockFormat
@@ -148,10 +152,10 @@ def _tensor(path: Path, start: int, info: Sequence[Any]) -> GgufTensor:
         known = ", ".join(kind.name for kind in BLOCK_FORMATS.values())
         raise ModelError(f"{path}: tensor {name} has type {number}, supported are {known}")
     kind = BLOCK_FORMATS[number]
-    if len(shape) not in (1, 2) or shape[-1] % kind.size:
+    if len(shape) not in (1, 2, 3) or shape[-1] % kind.size:
         raise ModelError(f"{path}: tensor {name} has shape {shape}, which is no matrix of blocks of {kind.size}")
     row_bytes = shape[-1] // kind.size * kind.num_bytes
-    raw = np.memmap(path, np.uint8, "r", start + offset, (1 if len(shape) == 1 else shape[0], row_bytes))
+    raw = np.memmap(path, np.uint8, "r", start + offset, (math.prod(shape[:-1]), row_bytes))
     return (GgufCodes if kind.decode else GgufTensor)(name, kind, raw, shape)
 
 

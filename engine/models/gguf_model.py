@@ -18,6 +18,8 @@ from engine.models.keys import ModelError
 from engine.models.stored import Stored
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
+MIXTURES = {"qwen3moe": "qwen3_moe"}  # whose layers have experts
+MODEL_TYPES |= MIXTURES
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 OUTSIDE = {TABLE: "model.embed_tokens.weight", HEAD: "lm_head.weight", "output_norm.weight": "model.norm.weight"}
 IN_LAYER = {
@@ -38,6 +40,8 @@ IN_GEMMA_LAYER = IN_LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+IN_MIXTURE_LAYER = IN_LAYER | {"ffn_gate_inp": "mlp.gate"}
+EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
 KEYS = {  # config.json -> metadata, after the name of the architecture
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -49,6 +53,8 @@ KEYS = {  # config.json -> metadata, after the name of the architecture
     "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base",
     "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
     "sliding_window": "attention.sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -74,10 +80,24 @@ def read_gguf(paths: list[Path]) -> tuple[dict[str, Any], dict[str, Stored], Map
     if TABLE not in tensors:
         raise ModelError(f"{paths[0]} has no tensor {TABLE}")
     keys = _config(arch, metadata, tensors)
-    named: dict[str, Stored] = {
-        _name(arch, name): _undone(arch, keys, tensor) for name, tensor in tensors.items() if name != ROPE_FACTORS
-    }
+    named: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        if arch in MIXTURES and (found := EXPERTS.fullmatch(name)):
+            named |= _experts(f"model.layers.{found[1]}.mlp.experts", f"{found[2]}_proj.weight", tensor)
+        elif name != ROPE_FACTORS:
+            named[_name(arch, name)] = _undone(arch, keys, tensor)
     return keys, named, metadata
+
+
+def _experts(block: str, end: str, stack: GgufTensor) -> dict[str, GgufTensor]:
+    """Return the matrices of the experts in a stack [experts, N, K] by their names in transformers."""
+    num_experts, num_rows = stack.shape[0], len(stack.raw) // stack.shape[0]
+    return {
+        f"{block}.{expert}.{end}": replace(
+            stack, raw=stack.raw[expert * num_rows : (expert + 1) * num_rows], shape=stack.shape[1:]
+        )
+        for expert in range(num_experts)
+    }
 
 
 def _config(arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -99,6 +119,8 @@ def _config(arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTe
         is_wide = (arch, keys["num_hidden_layers"]) in WIDE_QUERIES
         keys["query_pre_attn_scalar"] = width // heads if is_wide else keys.get("head_dim", width // heads)
         keys["hidden_activation"] = "gelu_pytorch_tanh"
+    if arch in MIXTURES:
+        keys["norm_topk_prob"] = True
     if arch != "gemma2":
         keys = {key: value for key, value in keys.items() if not key.endswith("_softcapping")}
     if not arch.startswith("gemma"):
@@ -129,7 +151,7 @@ def _name(arch: str, name: str) -> str:
     if name in OUTSIDE:
         return OUTSIDE[name]
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    names = IN_GEMMA_LAYER if arch.startswith("gemma") else IN_LAYER
+    names = IN_GEMMA_LAYER if arch.startswith("gemma") else IN_MIXTURE_LAYER if arch in MIXTURES else IN_LAYER
     if not found or found[2] not in names:
         raise ModelError(f"the file has tensor {name}, for which a model of the architecture {arch} has no place")
     return f"model.layers.{found[1]}.{names[found[2]]}.{found[3]}"

@@ -28,6 +28,11 @@ MODELS = {
     "qwen2": ("qwen2", checkpoints.make_checkpoint, {}),
     "qwen3": ("qwen3", checkpoints.make_checkpoint, {}),
     "gemma2": ("gemma2", family_checkpoints.make_checkpoint, GEMMA),
+    "qwen3_moe": (
+        "qwen3moe",
+        family_checkpoints.make_checkpoint,
+        {"mlp_only_layers": [], "tie_word_embeddings": False},
+    ),
     "gemma3_text": ("gemma3", family_checkpoints.make_checkpoint, GEMMA | {"sliding_window_pattern": 6}),
 }
 
@@ -51,7 +56,8 @@ def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_from(family, tmp_pa
         export(directory, tmp_path / name, ExportOptions())
     (graph, found), (expected, wanted) = (load(tmp_path / name) for name in ("found", "wanted"))
     assert [node.op for node in graph.nodes] == [node.op for node in expected.nodes]
-    assert found.keys() == wanted.keys()
+    routes = [[node.attributes for node in each.nodes if node.op == "moe_route"] for each in (graph, expected)]
+    assert routes[0] == routes[1] and found.keys() == wanted.keys()
     for name in wanted:
         np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=2e-7 * ("norm" in name), err_msg=name)
     ours, theirs = (Tokenizer.load(tmp_path / name) for name in ("found", "wanted"))
@@ -101,6 +107,27 @@ def test_quantized_matrices_keep_their_codes_or_are_requantized_and_reported(tmp
         error = np.abs(numbers_of(found, f"layers.1.{name}.weight")[:, : exact.shape[1]] - exact)
         assert (error <= tolerance).all(), name
     assert "3 matrices: Q8_0, requantized as weight_only_int8" in messages
+
+
+def test_experts_keep_their_codes_and_a_stack_has_one_format(tmp_path):
+    """The file mixes types as files of the kind Q4_K_M do."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 12, "mlp_only_layers": []}
+    plain = family_checkpoints.make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes, num_hidden_layers=1)
+    numbers, quantized, kinds = load_file(plain / "model.safetensors"), {}, {k.name: k for k in QUANTIZED}
+    for seed, name in enumerate(name for name in sorted(numbers) if ".experts." in name):
+        kind = kinds["Q6_K" if "down" in name else "Q4_K"]
+        raw, numbers[name] = random_blocks(kind, numbers[name].shape, seed)
+        quantized[name] = (kind.name, raw)
+    folder = as_checkpoint(as_gguf(plain, "qwen3moe", quantized), tmp_path / "cache")
+    export(folder, tmp_path / "found", ExportOptions("float32"))
+    found, block = load(tmp_path / "found")[1], "model.layers.0.mlp.experts"
+    for parts, stored, step in ((("gate", "up"), np.uint8, 2**-7), (("down",), np.int8, 0.51 / 127)):
+        name = f"layers.0.experts.{'_'.join(parts)}_proj.weight"
+        wanted = [numbers[f"{block}.{expert}.{part}_proj.weight"] for expert in range(12) for part in parts]
+        exact = np.concatenate(wanted)
+        tolerance = np.abs(exact).max(axis=1, keepdims=True) * step
+        assert found[name].dtype == stored
+        assert (np.abs(numbers_of(found, name)[:, :256] - exact) <= tolerance).all()
 
 
 def test_what_is_not_built_is_refused(tmp_path):
