@@ -170,10 +170,11 @@ def make_fp8(
     kind: str,
     change: Callable[[Tensors], object] = lambda stored: None,
     family: str = "qwen2",
+    **others: int,
 ) -> tuple[Path, Path]:
     """Make a checkpoint of 8-bit floats, none of whose sides is a multiple of 128, and one with the same numbers."""
     config, end, sides = FP8_KINDS[kind]
-    sizes = {"hidden_size": 264, "intermediate_size": 300, "num_attention_heads": 6, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 264, "intermediate_size": 300, "num_attention_heads": 6, "num_key_value_heads": 2, **others}
     make = family_checkpoints.make_checkpoint if family in family_checkpoints.ALL else make_checkpoint
     plain = make(directory / "plain", family, **sizes)
     quantized = make(directory / "quantized", family, **sizes, quantization_config=config)

@@ -93,9 +93,9 @@ class Checkpoint:
 
         An unknown tensor belongs to a part of the model that would otherwise be left out silently.
         """
-        parts = {part.tensor: part for weight in weights for part in weight.parts}
+        parts = [part for weight in weights for part in weight.parts]
         read = set(ignored)
-        for part in parts.values():
+        for part in parts:
             if isinstance(coded := self._coded(part.tensor), CodedLayer):
                 read |= coded.tensors.keys()
             else:
@@ -120,6 +120,13 @@ class Checkpoint:
     def floats_of_8_bits(self) -> frozenset[str]:
         """Return the names of the matrices that are stored as 8-bit floats."""
         return frozenset(name for name, tensor in self._tensors.items() if isinstance(tensor, Scaled))
+
+    @property
+    def column_block(self) -> int:
+        """Return how many columns of the matrices in blocks of 8-bit floats share a scale, or 1 without such blocks."""
+        blocks = (FP8_BLOCK, FP8_BLOCK)
+        are_there = any(isinstance(tensor, Scaled) and tensor.sides == blocks for tensor in self._tensors.values())
+        return FP8_BLOCK if are_there else 1
 
     def plain(self, weights: Iterable[Weight]) -> frozenset[str]:
         """Return the tensors of weights in the format Fp8 that the checkpoint does not store as 8-bit floats.

@@ -23,7 +23,7 @@ class GatedMlp:
     ) -> GatedMlp:
         """Build the MLP. `packed` is the name of the tensor that stacks gate and up; empty: each has its own tensor."""
         place = place if config.mixture else place.of_experts
-        inner = place.shard.share(config.intermediate_size)
+        inner = place.shard.inner(config.intermediate_size)
         parts = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
         gate_up = side_by_side(packed, (inner, inner)) if packed else parts
         return cls(
@@ -36,7 +36,7 @@ class GatedMlp:
     def shared(cls, config: DecoderConfig, place: Place, module: str, size: int) -> GatedMlp:
         """Build the MLP of intermediate size `size` that all tokens of a mixture of experts share. On several ranks its
         output is a part of the sum, which the mixture completes."""
-        inner = place.shard.share(size)
+        inner = place.shard.inner(size)
         parts = [(f"{module}.gate_proj", inner), (f"{module}.up_proj", inner)]
         down = Linear.rows(place, f"{module}.down_proj", config.hidden_size, inner, bias=False)
         gate_up = Linear.columns(place, "shared_gate_up_proj", parts, config.hidden_size, bias=False)
@@ -57,7 +57,7 @@ class Mlp:
     def of(cls, config: DecoderConfig, place: Place, names: tuple[str, str], bias: bool) -> Mlp:
         """Build the MLP. `names` are the checkpoint's names of the up and the down projection."""
         place = place if config.mixture else place.of_experts
-        inner = place.shard.share(config.intermediate_size)
+        inner = place.shard.inner(config.intermediate_size)
         up = [(f"mlp.{names[0]}", inner)]
         return cls(
             Linear.columns(place, names[0], up, config.hidden_size, bias),

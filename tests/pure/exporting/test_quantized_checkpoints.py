@@ -322,7 +322,7 @@ def test_floats_of_eight_bits_can_stay_what_they_are(kind, tmp_path):
     assert found["layers.0.qkv_proj.weight"].dtype == np.uint16  # bf16
 
 
-def test_ranks_share_floats_of_eight_bits_with_their_scales_unless_they_cut_a_block(tmp_path):
+def test_ranks_share_floats_of_eight_bits_with_their_scales(tmp_path):
     quantized, plain = make_fp8(tmp_path, "a row", family="ernie4_5")
     for checkpoint, quant_type in ((quantized, "weight_only_fp8"), (plain, "none")):
         export(checkpoint, tmp_path / quant_type, ExportOptions("bfloat16", quant_type, num_ranks=2))
@@ -331,9 +331,22 @@ def test_ranks_share_floats_of_eight_bits_with_their_scales_unless_they_cut_a_bl
         for name in MATRICES:
             numbers = to_bf16(from_fp8(found[name], found[f"{name}_scale"]))
             np.testing.assert_array_equal(numbers, wanted[name], err_msg=name)
-    blocks, _ = make_fp8(tmp_path / "blocks", "a block")
-    with pytest.raises(ModelError, match="columns from 150 on do not begin a block of 128"):
-        export(blocks, tmp_path / "out", ExportOptions("bfloat16", "weight_only_fp8", num_ranks=2, ranks=(1,)))
+
+
+def test_ranks_share_an_mlp_by_whole_blocks_and_refuse_to_cut_one_of_the_attention(tmp_path):
+    heads = {"head_dim": 128, "num_attention_heads": 2}
+    blocks, _ = make_fp8(tmp_path / "aligned", "a block", family="qwen3", **heads)
+    for count in ("1", "2"):
+        export(blocks, tmp_path / count, ExportOptions("bfloat16", "block_wise_fp8", num_ranks=int(count)))
+    of_ranks = [load(tmp_path / count, rank)[1] for count, rank in (("1", 0), ("2", 0), ("2", 1))]
+    name = "layers.1.down_proj.weight"
+    whole, *parts = [(params[name], params[f"{name}_scale"]) for params in of_ranks]
+    assert [numbers.shape[1] for numbers, _ in parts] == [256, 256]  # of 300 columns
+    for array, *shares in zip(whole, *parts, strict=True):
+        np.testing.assert_array_equal(np.concatenate(shares, axis=1)[:, : array.shape[1]], array)
+    cut, _ = make_fp8(tmp_path / "cut", "a block")
+    with pytest.raises(ModelError, match="columns from 132 on do not begin a block of 128"):
+        export(cut, tmp_path / "out", ExportOptions("bfloat16", "weight_only_fp8", num_ranks=2, ranks=(1,)))
 
 
 def test_a_cpu_computes_with_floats_of_eight_bits_as_with_the_numbers_that_they_stand_for(tmp_path, caplog):
