@@ -14,22 +14,25 @@ from engine.graph import Graph
 
 
 def experts_of(graph: Graph) -> tuple[int, list[str]]:
-    """Return the number of experts of a layer, and the names of the parameters that store experts. 0: no experts."""
+    """Return the number of experts of a layer of the rank, and the names of the parameters that store experts. 0: no
+    experts."""
     names = {value.id: name for name, value in graph.parameters.items()}
     nodes = [node for node in graph.nodes if node.op.startswith("expert_")]
     stored = [names[value.id] for node in nodes for value in node.inputs if value and value.id in names]
     return (int(nodes[0].attributes["num_experts"]) if nodes else 0), stored
 
 
-def num_hit(executor: Any, step: Callable[[], object]) -> float:
-    """Return the mean number of experts of a layer that `step` of a CudaExecutor reads. It is launched op by op."""
+def num_hit(executor: Any, step: Callable[[], object], num_experts: int) -> float:
+    """Return the mean number of experts of a layer that `step` of a CudaExecutor reads, of its `num_experts`. The step
+    is launched op by op."""
     graphs = executor._graphs
     captured, graphs._decodes = graphs._decodes, []
     with _recorded(executor) as chosen:
         step()
         torch.cuda.synchronize()
     graphs._decodes = captured
-    return sum(len(ids.unique()) for ids in chosen) / len(chosen)
+    here = [ids[(ids >= 0) & (ids < num_experts)] for ids in chosen]  # others belong to experts of other ranks
+    return sum(len(ids.unique()) for ids in here) / len(chosen)
 
 
 @contextmanager

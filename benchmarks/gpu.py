@@ -44,6 +44,7 @@ from engine.settings.config import Config
 
 WARM_UP, STEPS, TRACED = 6, 48, 16
 MAX_SEQ_LEN = 16384
+DUMMY = ExportOptions(max_seq_len=MAX_SEQ_LEN, load_format="dummy")
 LORA_RANK = 16
 
 
@@ -114,7 +115,7 @@ class Bench:
                 loop.step()
             torch.cuda.synchronize()
         first = self.executor._first if isinstance(self.executor, RanksExecutor) else self.executor
-        hit = num_hit(first, loop.step) if self.num_experts else 0.0
+        hit = num_hit(first, loop.step, self.num_experts) if self.num_experts else 0.0
         for name in [*map(str, range(num_requests)), *(f"waiting {number}" for number in range(self.num_waiting))]:
             loop.drop(name)
         run_to_end(loop)
@@ -129,30 +130,18 @@ class Bench:
         }
 
 
-def exported(
-    model: str,
-    quant_type: str = "none",
-    int8_cache: bool = False,
-    num_ranks: int = 1,
-    max_seq_len: int = MAX_SEQ_LEN,
-) -> Path:
+def exported(model: str, options: ExportOptions = DUMMY) -> Path:
     """Return the folder of the exported model. A shape is exported once and kept in build/bench."""
     if model not in SHAPES:
         return Path(model)
-    folder, ends = Path("build/bench") / f"{model}-shape", [quant_type] * (quant_type != "none") + ["c8"] * int8_cache
-    ends += [f"of-{num_ranks}"] * (num_ranks > 1) + [f"{max_seq_len}-long"] * (max_seq_len != MAX_SEQ_LEN)
+    folder, ends = Path("build/bench") / f"{model}-shape", [options.quant_type] * (options.quant_type != "none")
+    ends += ["c8"] * options.int8_cache + [f"of-{options.num_ranks}"] * (options.num_ranks > 1)
+    ends += ["ep"] * options.expert_parallel + [f"{options.max_seq_len}-long"] * (options.max_seq_len != MAX_SEQ_LEN)
     out = folder.with_name("-".join([model, "dummy", *ends]))
     if not out.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        longest = max(SHAPES[model]["max_position_embeddings"], max_seq_len)
+        longest = max(SHAPES[model]["max_position_embeddings"], options.max_seq_len or 0)
         (folder / "config.json").write_text(json.dumps(SHAPES[model] | {"max_position_embeddings": longest}))
-        options = ExportOptions(
-            max_seq_len=max_seq_len,
-            load_format="dummy",
-            quant_type=quant_type,
-            int8_cache=int8_cache,
-            num_ranks=num_ranks,
-        )
         export(folder, out, options, progress=print)
     return out
 
@@ -238,6 +227,7 @@ def main() -> None:
     parser.add_argument("--adapters", nargs="*", type=int, default=[], help="also with so many of rank 16")
     parser.add_argument("--kernels", type=int, default=0, help="that are shown of each case")
     parser.add_argument("--mp-num", type=int, default=1, help="ranks, a GPU each")
+    parser.add_argument("--expert-parallel", action="store_true", help="with ENABLE_EXPERT_PARALLEL=1")
     args = parser.parse_args()
     settings: dict[str, Any] = {"batch_size": max([*args.decode, 64]), "max_num_batched_tokens": 8192}
     settings |= {
@@ -252,7 +242,9 @@ def main() -> None:
         settings |= {"lora_dir": "/", "max_loras": max(args.adapters), "max_lora_rank": LORA_RANK}
     logging.basicConfig(level="INFO", format="%(relativeCreated)d ms %(message)s")
     started = time.perf_counter()
-    folder = exported(args.model, args.quant, args.int8_cache, args.mp_num, args.max_seq_len)
+    options = replace(DUMMY, max_seq_len=args.max_seq_len, quant_type=args.quant, int8_cache=args.int8_cache)
+    options = replace(options, num_ranks=args.mp_num, expert_parallel=args.expert_parallel)
+    folder = exported(args.model, options)
     bench = Bench(folder, Config(**settings))
     ready = time.perf_counter() - started
     rows: dict[str, Any] = {"ready_s": ready, "bandwidth": bench.bandwidth}

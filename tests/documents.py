@@ -91,7 +91,7 @@ OF_PARAMETERS: tuple[tuple[str, Started | str], ...] = (
     ("""--speculative-config '{"method": "suffix"}'""", {"SPECULATE_METHOD": "suffix"}),
     ("--dynamic-load-weight 0", {}),
     ("--dynamic-load-weight 1", "`start_server --reload MODEL` replaces the model of the running server"),
-    ("--enable-expert-parallel", {}),
+    ("--enable-expert-parallel", {"ENABLE_EXPERT_PARALLEL": "1"}),
     ("--enable-logprob", {}),
     ("--use-cudagraph --enable-prefix-caching --enable-chunked-prefill --tensor-parallel-size 2", {"MP_NUM": "2"}),
 )

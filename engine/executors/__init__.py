@@ -106,10 +106,16 @@ def make_mtp_source(executor: Executor, manifest: Manifest, config: Config) -> D
 
 
 def check_num_ranks(graph_dir: Path, manifest: Manifest, config: Config) -> None:
-    """Raise ConfigError unless MP_NUM is the number of ranks that the model was exported for."""
+    """Raise ConfigError unless MP_NUM is the number of ranks that the model was exported for, and its experts are
+    divided among them as ENABLE_EXPERT_PARALLEL=1 asks."""
     if (num_ranks := manifest.num_ranks) != config.mp_num:
         raise ConfigError(
             f"MP_NUM is {config.mp_num}, {graph_dir} was exported for {num_ranks}; set MP_NUM={num_ranks}"
+        )
+    if config.enable_expert_parallel and num_ranks > 1 and not manifest.expert_parallel:
+        raise ConfigError(
+            f"ENABLE_EXPERT_PARALLEL is 1, {graph_dir} was exported without it; set it to 0, or export the checkpoint"
+            " with --expert-parallel"
         )
 
 

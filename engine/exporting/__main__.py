@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-seq-len", type=int, help="tokens of prompt and answer (what the model is exact for)")
     parser.add_argument("--num-ranks", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=(), help="that are written, those of one machine (all)")
+    parser.add_argument("--expert-parallel", action="store_true", help="ranks have some experts each, not shares")
     parser.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: without weights")
     parser.add_argument("--hf-overrides", default="", help="a JSON object: what config.json says instead")
     parser.add_argument("--mtp", action="store_true", help="with the layer that drafts (SPECULATE_METHOD=mtp)")
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         sizes = (given.block_size, given.max_seq_len, given.num_ranks)
         ranks, formats = tuple(given.ranks), (given.load_format, given.hf_overrides)
         options = ExportOptions(given.dtype, given.quant_type, *sizes, ranks, given.int8_cache, *formats)
-        options = replace(options, mtp=given.mtp, eagle3=given.eagle3)
+        options = replace(options, mtp=given.mtp, eagle3=given.eagle3, expert_parallel=given.expert_parallel)
         with tempfile.TemporaryDirectory() as folder:
             export(as_checkpoint(given.checkpoint_dir, Path(folder)), given.out_dir, options, progress)
     except (SetupError, OSError) as error:

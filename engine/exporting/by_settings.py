@@ -41,6 +41,7 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
         hf_overrides=config.hf_overrides,
         mtp=config.speculate_method == MTP_GRAPH,
         eagle3=str(config.draft_model_path) if config.speculate_method == EAGLE3_GRAPH else "",
+        expert_parallel=config.enable_expert_parallel,
     )
     is_free = (options.dtype, options.quant_type, options.load_format) == ("auto", "none", "auto")
     if not is_free or config.batch_invariant or not (checkpoint_dir / CONFIG).exists():

@@ -18,7 +18,8 @@ from engine.models.formats import QUANTIZED
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 
-GRAPH_VERSION = 9  # raised whenever the same checkpoint exports to another graph or manifest
+GRAPH_VERSION = 10  # raised whenever the same checkpoint exports to another graph or manifest
+EXPECTED = {int: "a whole number", str: "a text", bool: "true or false"}  # values of these types, in messages
 VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version
 
 
@@ -44,6 +45,7 @@ class Manifest:
     num_ranks: int
     weight_format: str  # of the matrices: a name of engine.models.formats
     graphs: Mapping[str, GraphManifest]  # by name
+    expert_parallel: bool = False  # a rank has some of the experts, not a share of each
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -138,5 +140,5 @@ def _read(kind: Any, value: Any, key: str) -> Any:
             raise ModelError(f"{key} is {value!r}, it must be a list")
         return tuple(_read(items[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if type(value) is not kind:
-        raise ModelError(f"{key} is {value!r}, it must be {'a whole number' if kind is int else 'a text'}")
+        raise ModelError(f"{key} is {value!r}, it must be {EXPECTED[kind]}")
     return value

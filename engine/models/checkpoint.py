@@ -93,9 +93,9 @@ class Checkpoint:
 
         An unknown tensor belongs to a part of the model that would otherwise be left out silently.
         """
-        parts = [part for weight in weights for part in weight.parts]
+        parts = {part.tensor: part for weight in weights for part in weight.parts}
         read = set(ignored)
-        for part in parts:
+        for part in parts.values():
             if isinstance(coded := self._coded(part.tensor), CodedLayer):
                 read |= coded.tensors.keys()
             else:

@@ -42,7 +42,8 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Mixture of experts of one layer on one rank, which has a share of the intermediate size of every expert.
+    """Mixture of experts of one layer on one rank, which has a share of the intermediate size of every expert or, with
+    expert parallelism, some of the experts. Ranks always share the intermediate size of the shared expert.
 
     The router is never quantized, and every rank has it whole.
     """
@@ -54,7 +55,8 @@ class Mixture:
     down_proj: Stack
     shared: SharedExpert | None
     mixture: MixtureConfig
-    is_partial: bool  # each rank computes a part of the sum over the intermediate size
+    experts: range  # those of this rank
+    is_partial: bool  # each rank computes a part of the sum over the intermediate size or over the experts
 
     @classmethod
     def of(cls, config: DecoderConfig, place: Place) -> Mixture:
@@ -62,7 +64,8 @@ class Mixture:
         mixture, shard = config.mixture, place.shard
         assert mixture is not None, "the model has mixtures of experts"
         experts, hidden = Share.whole(mixture.num_experts), Share.whole(config.hidden_size)
-        inner, router = place.of_experts.shard.inner(mixture.intermediate_size), f"{mixture.block}.{mixture.router}"
+        size, router = mixture.intermediate_size, f"{mixture.block}.{mixture.router}"
+        inner = Share.whole(size) if shard.has_whole_experts else place.of_experts.shard.inner(size)
         gate, up, down = mixture.projections
         choice_bias = [(f"{mixture.block}.{mixture.choice_bias}", (experts,))]
         return cls(
@@ -73,13 +76,15 @@ class Mixture:
             down_proj=_stack(mixture, place, "down_proj", {down: (hidden, inner)}),
             shared=_shared(config, mixture, place),
             mixture=mixture,
+            experts=shard.experts(mixture.num_experts),
             is_partial=shard.num_ranks > 1,
         )
 
     def __call__(self, run: Run, x: Tensor) -> Tensor:
-        mixture, num_experts = self.mixture, {"num_experts": self.mixture.num_experts}
+        mixture, num_experts = self.mixture, {"num_experts": len(self.experts)}
         biases = [None if each is None else run.stored(each)[0] for each in (self.router_bias, self.choice_bias)]
-        ids, weights = run.ops.moe_route(x, *run.stored(self.router), *biases, **mixture.routing.attributes)
+        routing = {**mixture.routing.attributes, "first_expert": self.experts.start}
+        ids, weights = run.ops.moe_route(x, *run.stored(self.router), *biases, **routing)
         h = self.gate_up_proj(run, "expert_gate_up", (x, ids), {**num_experts, **mixture.activation.attributes})
         y = self.down_proj(run, "expert_down", (h, ids, weights), num_experts)
         if self.shared:
@@ -96,11 +101,11 @@ def mlp_of(config: DecoderConfig, place: Place, bias: bool = False) -> GatedMlp 
 
 
 def _stack(mixture: MixtureConfig, place: Place, name: str, parts: Mapping[str, tuple[Share, Share]]) -> Stack:
-    """Return the matrices `parts` of all experts: those of an expert one after another."""
+    """Return the matrices `parts` of the experts of this rank: those of an expert one after another."""
     place = place.of_experts
     of_experts = [
         (f"{mixture.block}.experts.{expert}.{tensor}", axes)
-        for expert in range(mixture.num_experts)
+        for expert in place.shard.experts(mixture.num_experts)
         for tensor, axes in parts.items()
     ]
     weights = [(f"{tensor}.weight", axes) for tensor, axes in of_experts]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engine.models.formats import FLOAT32, Format, Fp8, common_format
+from engine.models.keys import ModelError
 
 Kind = TypeVar("Kind")
 
@@ -82,6 +83,7 @@ class Shard:
     num_ranks: int = 1
     has_int8_cache: bool = False
     formats: Mapping[str, Format] = field(default_factory=dict, hash=False)  # of tensors for which it is not `format`
+    has_whole_experts: bool = False  # a rank has some of the experts (expert parallelism), not a share of each
     column_block: int = 1  # columns of 8-bit floats that share scales in the checkpoint, if those are in blocks
 
     @property
@@ -107,6 +109,21 @@ class Shard:
         size = min(-(-count // (self.num_ranks * multiple)) * multiple, count)
         start = self.rank * size
         return Share(count, min(start, count), min(start + size, count), size)
+
+    def experts(self, count: int) -> range:
+        """Return the experts of this rank: all with tensor parallelism alone. Otherwise each rank has as many as the
+        others or, if that is not possible, one more than the last ranks. Raises ModelError for more ranks than experts.
+        """
+        if not self.has_whole_experts:
+            return range(count)
+        if count < self.num_ranks:
+            raise ModelError(
+                f"num_ranks (MP_NUM) is {self.num_ranks}, with ENABLE_EXPERT_PARALLEL=1 it must be at most the number"
+                f" of experts, which is {count}"
+            )
+        size, more = divmod(count, self.num_ranks)
+        start, end = (rank * size + min(rank, more) for rank in (self.rank, self.rank + 1))
+        return range(start, end)
 
     def heads(self, count: int) -> Share:
         """Divide `count` heads into equal shares.

@@ -18,7 +18,7 @@ ROUTE = Op(
     arrays("topk_ids i32 [T, top_k], topk_weights [T, top_k]"),
     attributes(
         "top_k int, scoring int, num_groups int, top_groups int, group_best int, renormalize int, epsilon float, "
-        "minimum float, factor float"
+        "minimum float, factor float, first_expert int"
     ),
     """the experts of a token and the factors of their outputs, all in f32. `logits = x · weightᵀ + bias`. The scores
     are the softmax of the logits with `scoring` 0, their sigmoid with 1, the logits with 2. The experts with the
@@ -26,13 +26,15 @@ ROUTE = Op(
     counts as −∞. With several groups of `E / num_groups` experts each, only those of the `top_groups` groups are
     candidates whose `group_best` largest add up to most, of equal groups the lower ones. The weights are the scores
     of the chosen, with `scoring` 2 the softmax of these; with `renormalize` they are divided by `max(sum + epsilon,
-    minimum)`; then they are multiplied by `factor`.""",
+    minimum)`; then they are multiplied by `factor`. Ids count from `first_expert`, the first expert that this rank
+    has: those before it are negative.""",
     requires=(
         "0 <= scoring and scoring <= 2",
         "0 < num_groups and E % num_groups == 0",
         "0 < top_groups and top_groups <= num_groups",
         "0 < group_best and group_best <= E // num_groups",
         "0 < top_k and top_k <= top_groups * (E // num_groups)",
+        "0 <= first_expert and first_expert < E",
     ),
     header="moe_route.h",
     cuda="routing",
@@ -64,7 +66,8 @@ def _gate_up(linear: Op) -> Op:
         formula=f"""`h[t, j] = act({linear.name}(x[t], matrix of expert topk_ids[t, j]))`, the slots `j` of a token side
         by side. The first half of a product is the gate, the second half `up`. With a `limit` above 0 they are
         clamped first: `gate = min(gate, limit)`, `up = min(max(up, −limit), limit)`. `act` is `(up + offset) · gate /
-        (1 + exp(−alpha · gate))` with `activation` 0, `gelu(gate) · up` with 1.""",
+        (1 + exp(−alpha · gate))` with `activation` 0, `gelu(gate) · up` with 1. A slot whose id is not from 0 to
+        `num_experts - 1`, an expert of another rank, has no values in `h`.""",
         requires=(*linear.requires, "N % 2 == 0", "activation == 0 or activation == 1"),
     )
 
@@ -77,14 +80,14 @@ def _down(linear: Op) -> Op:
         outputs=arrays("y [T, N]"),
         attributes=attributes("num_experts int"),
         formula=f"""`y[t] = sum_j topk_weights[t, j] · {linear.name}(h[t, j], matrix of expert topk_ids[t, j])`, added
-        up in f32 in the order of the slots and rounded once.""",
+        up in f32 in the order of the slots and rounded once. Slots of experts of other ranks are left out.""",
     )
 
 
 def _of_experts(linear: Op) -> Op:
     """Return the linear op with what all ops of experts share. They are no linear layers that adapters could change."""
     cuda = "experts" if linear.name in ON_GPUS else ""
-    return replace(linear, ids_below=(("topk_ids", "num_experts"),), header="experts.h", cuda=cuda, weights=())
+    return replace(linear, header="experts.h", cuda=cuda, weights=())
 
 
 def _stacked(linear: Op) -> tuple:

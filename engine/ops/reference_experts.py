@@ -29,6 +29,7 @@ def moe_route(  # noqa: PLR0913 - the inputs of the catalogue, in its order
     epsilon: float,
     minimum: float,
     factor: float,
+    first_expert: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     logits = (x.astype(np.float64) @ weight.T + (0 if bias is None else bias)).astype(np.float32)
     scores = logits if scoring == SOFTMAX_OF_CHOSEN else (_sigmoid if scoring == SIGMOID else _softmax)(logits)
@@ -50,7 +51,7 @@ def moe_route(  # noqa: PLR0913 - the inputs of the catalogue, in its order
     if renormalize:
         wide = weights.astype(np.float64)
         weights = wide / np.maximum(wide.sum(axis=1, keepdims=True) + epsilon, minimum)
-    return ids.astype(np.int32), (weights * np.float64(factor)).astype(np.float32)
+    return (ids - first_expert).astype(np.int32), (weights * np.float64(factor)).astype(np.float32)
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
@@ -108,11 +109,12 @@ def expert_ops(product: Product) -> tuple[Callable[..., np.ndarray], Callable[..
 def _products(
     product: Product, x: np.ndarray, topk_ids: np.ndarray, stored: tuple[np.ndarray | None, ...], num_experts: int
 ) -> np.ndarray:
-    """Return the products [T, top_k, N] of the rows `x` [T, top_k, K] with the matrices of their experts."""
+    """Return the products [T, top_k, N] of the rows `x` [T, top_k, K] with the matrices of their experts. Those of
+    experts that this rank does not have are zeros."""
     stacks = [None if each is None else each.reshape(num_experts, -1, *each.shape[1:]) for each in stored]
     assert stacks[0] is not None
     products = np.zeros((*topk_ids.shape, stacks[0].shape[1]), np.float32)
-    for expert in np.unique(topk_ids):
+    for expert in np.intersect1d(topk_ids, np.arange(num_experts)):
         is_of_expert = topk_ids == expert
         of_expert = [None if each is None else each[expert] for each in stacks]
         products[is_of_expert] = product(x[is_of_expert], *of_expert)

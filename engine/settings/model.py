@@ -67,6 +67,11 @@ class Model:
         minimum=1,
         maximum=64,
     )
+    enable_expert_parallel: bool = setting(
+        False,
+        "ENABLE_EXPERT_PARALLEL",
+        "each rank has [some of the experts](operation.md#expert-parallelism), not a share of every one",
+    )
     data_parallel_size: int = setting(
         1,
         "DATA_PARALLEL_SIZE",

@@ -15,14 +15,14 @@ from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{what} encountered") for what in ("overflow", "invalid value")]
 ROUTE = {
     **{"top_k": 3, "scoring": 0, "num_groups": 1, "top_groups": 1, "group_best": 1, "renormalize": 0},
-    **{"epsilon": 0.0, "minimum": 0.0, "factor": 1.0},
+    **{"epsilon": 0.0, "minimum": 0.0, "factor": 1.0, "first_expert": 0},
 }
 ROUTES = {
     "softmax": {"renormalize": 1},
     "softmax, not renormalized": {"factor": 2.5, "top_k": 1},
     "sigmoid in groups by two": {"scoring": 1, "num_groups": 4, "top_groups": 2, "group_best": 2, "renormalize": 1},
     "softmax in groups by the largest": {"num_groups": 3, "top_groups": 1, "factor": 16.0, "top_k": 4},
-    "softmax of the chosen": {"scoring": 2},
+    "softmax of the chosen, and the first expert of a rank": {"scoring": 2, "first_expert": 10},
     "a minimum": {"renormalize": 1, "minimum": 10.0, "epsilon": 1e-20, "scoring": 1},
 }
 SILU = {"activation": 0, "limit": 0.0, "alpha": 1.0, "offset": 0.0}
@@ -136,6 +136,31 @@ def test_products_of_experts_are_those_of_the_definition(device, kind, act):
             given = tensor(h, device), tensor(ids, device), tensor(weights, device), *packed(kind, down, device)
             found = getattr(cuda, names[1])(*given, *[tensor(b, device) for b in biases[1]], num_experts=num_experts)
             assert_close(array(found), expected, 1e-2 if not IS_INTERPRETED and kind != "dense" else 1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_with_some_of_the_experts_add_up_to_one_with_all(device, kind):
+    """Slots of experts of other ranks have no values between the products, and add nothing."""
+    rng = np.random.default_rng(0)
+    num_experts, width, inner = 5, 300, 44
+    up, down = stacked(kind, rng, num_experts, 2 * inner, width), stacked(kind, rng, num_experts, width, inner)
+    biases = floats(rng, num_experts * 2 * inner), floats(rng, num_experts * width)
+    names = [op_of(name, kind) for name in ("expert_gate_up", "expert_down")]
+    for num_rows, top_k in SHAPES:
+        ids = np.argsort(rng.random((num_rows, num_experts)), axis=1)[:, :top_k].astype(np.int32)
+        x, weights = tensor(floats(rng, num_rows, width), device), tensor(floats(rng, num_rows, top_k), device)
+
+        def part(first, end, ids=ids, x=x, weights=weights):
+            own = tensor(ids - first, device)
+            own.num_experts = num_experts  # as `moe_route` leaves it
+            rows, given = [slice(first * n, end * n) for n in (2 * inner, width)], {"num_experts": end - first}
+            stacks = [packed(kind, [each[rows[i]] for each in stack], device) for i, stack in enumerate((up, down))]
+            bias = [tensor(each[rows[i]], device) for i, each in enumerate(biases)]
+            h = getattr(cuda, names[0])(x, own, *stacks[0], bias[0], **given, **SILU)
+            h.view(*ids.shape, inner)[(own < 0) | (own >= end - first)] = float("nan")
+            return array(getattr(cuda, names[1])(h, own, weights, *stacks[1], bias[1], **given))
+
+        assert_close(part(0, 2) + part(2, 5), part(0, 5), 1e-5)
 
 
 class definition:

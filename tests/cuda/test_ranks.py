@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
 from engine.core.loop import EngineLoop  # noqa: E402
-from engine.core.types import Arrival, Batch, Row, Sampling  # noqa: E402
+from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
 from engine.executors import make_host  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.memory import allocate_cache, run_longest_step  # noqa: E402
@@ -25,10 +25,11 @@ from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.ops import cuda  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.cuda.test_adapters import answers, of_definition  # noqa: E402
-from tests.cuda.test_executor import MIXED, SETTINGS, answers_of, generate, golden, requests_with  # noqa: E402
+from tests.cuda.test_executor import MIXED, SETTINGS, a_loop, answers_of, generate, golden, requests_with  # noqa: E402
 
 RANKS = dataclasses.replace(SETTINGS, device="gpu", mp_num=2)
 PATIENCE_S = 120
+BY_EXPERTS = {"expert_parallel": True}
 
 
 @pytest.fixture(params=[True] if IS_INTERPRETED else [True, False])
@@ -37,9 +38,9 @@ def loop_of(exported, two_devices, monkeypatch, request):
     monkeypatch.setattr("engine.executors.memory.with_device", lambda config: config)
     executors = []
 
-    def make(family, num_ranks=2, **settings):
+    def make(family, num_ranks=2, options=None, **settings):
         config = dataclasses.replace(RANKS, mp_num=num_ranks, use_cudagraph=request.param, **settings)
-        executors.append(make_host(exported(family, num_ranks=num_ranks), config))
+        executors.append(make_host(exported(family, num_ranks=num_ranks, **(options or {})), config))
         return EngineLoop(executors[-1], allocate_cache(executors[-1], config, 512), config)
 
     yield make
@@ -56,12 +57,40 @@ def test_the_tokens_of_ranks_are_those_of_transformers(loop_of, family, num_rank
     assert found == [tokens[:count] for _, tokens in cases.values()]
 
 
-def test_ranks_share_the_experts(loop_of):
-    loop, count = loop_of("qwen3_moe", max_num_batched_tokens=150), 2 if IS_INTERPRETED else 64
-    with np.load(ROOT / "tests/golden/families/qwen3_moe.npz") as known:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen3_moe", {}), *((family, BY_EXPERTS) for family in ("qwen3_moe", "gpt_oss", "deepseek_v2"))],
+)
+def test_ranks_share_the_experts_or_have_some_each(loop_of, family, options):
+    loop, count = loop_of(family, options=options, max_num_batched_tokens=150), 2 if IS_INTERPRETED else 64
+    with np.load(ROOT / f"tests/golden/families/{family}.npz") as known:
         lengths = (24,) if IS_INTERPRETED else (1, 24, 127, 200)
         found = generate(loop, [known[f"prompt_{n}"].tolist() for n in lengths], max_new_tokens=count)
         assert found == [known[f"tokens_{n}"][:count].tolist() for n in lengths]
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_log_probabilities_in_16_bits_are_those_of_one_rank_however_experts_are_divided(
+    loop_of, exported, device, family
+):
+    with np.load(ROOT / f"tests/golden/families/{family}.npz") as known:
+        prompts = [known[f"prompt_{n}"].tolist() for n in (1, 24, 127, 200)]
+
+    def likeliest(loop):
+        fields = {"temperature": 0, "num_logprobs": 5}
+        requests = [Request(str(n), list(each), len(each), Sampling(1, **fields)) for n, each in enumerate(prompts)]
+        _, logprobs = answers_of(loop, requests)
+        return {(name, token): value for name, [first] in logprobs.items() for token, value in first.top}
+
+    expected = likeliest(a_loop(exported(family, "bfloat16"), device))
+    mean = []
+    for options in ({}, BY_EXPERTS):
+        found = likeliest(loop_of(family, options={"dtype": "bfloat16", **options}, max_num_batched_tokens=150))
+        errors = [abs(found[each] - expected[each]) for each in found.keys() & expected.keys()]
+        assert len(errors) > 4 * len(prompts)
+        mean.append(np.mean(errors))
+    assert mean[1] < max(2e-2, 1.5 * mean[0])
 
 
 def test_sampled_answers_are_those_of_one_rank_while_steps_overlap(loop_of, exported):

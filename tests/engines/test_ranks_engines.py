@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from engine.core.loop import EngineLoop
+from engine.core.types import Sampling
 from engine.errors import ConfigError, InvalidRequest, SetupError
 from engine.executors import make_executor
 from engine.executors.ranks import RankFailed
@@ -25,6 +26,8 @@ from tests.pure.core.test_beams import a_search
 from tests.pure.core.test_prompt_outputs import hidden_of, requests_of
 from tests.pure.core.test_prompt_outputs import run as run_loop
 from tests.pure.executors.test_batch_invariance import BLOCK_SIZE, NUM_REQUESTS, random_requests, run
+from tests.pure.models.test_family_goldens import cases
+from tests.pure.models.test_ranks import answers_of_ranks
 from tests.server import ROOT, is_alive
 
 
@@ -51,6 +54,28 @@ def test_ranks_sample_the_tokens_of_one_and_are_batch_invariant(exported, num_ra
     together = answers_of(graph_dir, requests, max_num_batched_tokens=64, **settings)
     assert tokens_of(together) == tokens_of(one)
     assert answers_of(graph_dir, requests, max_num_batched_tokens=17, **settings) == together
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_ranks_with_some_of_the_experts_have_the_answers_of_one_and_are_batch_invariant(exported, family):
+    expected = cases(family)
+    graph_dir = exported(family, block_size=BLOCK_SIZE, num_ranks=2, expert_parallel=True)
+    settings = {"mp_num": 2, "cpu_threads": 1, "enable_expert_parallel": True}
+    greedy = [(prompt, Sampling(64, temperature=0, num_logprobs=0)) for prompt, _ in expected.values()]
+    found = tokens_of(answers_of(graph_dir, greedy, max_num_batched_tokens=24, **settings))
+    assert list(found.values()) == [tokens for _, tokens in expected.values()]
+    requests = random_requests(seed=2)[:6]
+    together = answers_of(graph_dir, requests, max_num_batched_tokens=64, **settings)
+    assert answers_of(graph_dir, requests, max_num_batched_tokens=17, **settings) == together
+
+
+@pytest.mark.parametrize("quant_type", ["weight_only_int4", "weight_only_fp8", "a8w8"])
+def test_packed_matrices_of_some_of_the_experts_give_the_answers_of_those_that_are_not_packed(exported, quant_type):
+    options = {"dtype": "bfloat16", "quant_type": quant_type, "num_ranks": 2, "expert_parallel": True}
+    graph_dir, (prompt, _) = exported("qwen3_moe", block_size=BLOCK_SIZE, **options), cases("qwen3_moe")[24]
+    _, expected = answers_of_ranks(graph_dir, 2, prompt)[0]
+    request = prompt, Sampling(len(expected), temperature=0, num_logprobs=0)
+    assert tokens_of(answers_of(graph_dir, [request], mp_num=2, cpu_threads=1)) == {0: expected}
 
 
 @pytest.mark.parametrize(("family", "num_ranks"), [("llama3", 2), ("qwen2_untied", 4)])

@@ -13,23 +13,26 @@ struct ExpertBlock {
 };
 
 // A pair is a slot of a token, t * top_k + j. A row is a pair's place among those that are sorted by experts. The experts
-// with most rows come first, so that threads end at the same time.
+// with most rows come first, so that threads end at the same time. Pairs whose expert belongs to another rank, with an id
+// that is not below `num_experts`, have no row.
 struct ExpertRows {
-  int64_t count, num_blocks = 0;
-  int32_t *pairs, *rows;  // [count]: the pair of each row, and the row of each pair
+  int64_t count = 0, num_blocks = 0;
+  int32_t *pairs, *rows;  // [count]: the pair of each row. [num_pairs]: the row of each pair, or -1
   ExpertBlock* blocks;
 
   // A block has up to `most` rows.
-  ExpertRows(const int32_t* ids, int64_t num_pairs, int64_t num_experts, int64_t most) : count(num_pairs) {
-    const auto bytes = sizeof(int32_t) * static_cast<size_t>(2 * count + 2 * num_experts);
-    const auto most_blocks = static_cast<size_t>(count / most + num_experts);
+  ExpertRows(const int32_t* ids, int64_t num_pairs, int64_t num_experts, int64_t most) {
+    const auto bytes = sizeof(int32_t) * static_cast<size_t>(2 * num_pairs + 2 * num_experts);
+    const auto most_blocks = static_cast<size_t>(num_pairs / most + num_experts);
     auto* memory = static_cast<char*>(llm_scratch(7, bytes + sizeof(ExpertBlock) * (most_blocks + 1)));
     blocks = reinterpret_cast<ExpertBlock*>(memory);
     pairs = reinterpret_cast<int32_t*>(memory + sizeof(ExpertBlock) * (most_blocks + 1));
-    rows = pairs + count;
-    int32_t *counts = rows + count, *hit = counts + num_experts;
+    rows = pairs + num_pairs;
+    int32_t *counts = rows + num_pairs, *hit = counts + num_experts;
+    const auto is_here = [=](int64_t p) { return ids[p] >= 0 && ids[p] < num_experts; };
     for (int64_t e = 0; e < num_experts; e++) counts[e] = 0;
-    for (int64_t p = 0; p < count; p++) counts[ids[p]]++;
+    for (int64_t p = 0; p < num_pairs; p++)
+      if (is_here(p)) counts[ids[p]]++, count++;
     const int64_t num_hit = sort_hit(counts, num_experts, hit);
     int32_t row = 0;
     for (int64_t i = 0; i < num_hit; i++) {
@@ -38,9 +41,9 @@ struct ExpertRows {
       counts[hit[i]] = row;  // where its next row goes
       row += own;
     }
-    for (int64_t p = 0; p < count; p++) {
-      rows[p] = counts[ids[p]]++;
-      pairs[rows[p]] = static_cast<int32_t>(p);
+    for (int64_t p = 0; p < num_pairs; p++) {
+      rows[p] = is_here(p) ? counts[ids[p]]++ : -1;
+      if (rows[p] >= 0) pairs[rows[p]] = static_cast<int32_t>(p);
     }
   }
 

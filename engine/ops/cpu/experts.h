@@ -25,9 +25,14 @@ void gate_up(const Args& a, const ExpertWeights& w) {
   const ExpertRows rows(a.topk_ids, a.T * a.top_k, a.num_experts, Matrices::kMostRows);
   const Matrices matrices(w, rows.count, a.N, a.K, true);
   parallel_rows(a.T, 2 * a.K, [&](int64_t t) {
-    const int32_t* of_token = rows.rows + t * a.top_k;
-    matrices.put(a.x + t * a.K, of_token[0]);
-    for (int64_t j = 1; j < a.top_k; j++) matrices.copy(of_token[0], of_token[j]);
+    int64_t first = -1;
+    for (const int32_t *row = rows.rows + t * a.top_k, *end = row + a.top_k; row < end; row++) {
+      if (*row < 0) continue;
+      if (first < 0)
+        matrices.put(a.x + t * a.K, first = *row);
+      else
+        matrices.copy(first, *row);
+    }
   });
   const int64_t width = a.N / 2, outputs = Matrices::kOutputs;
   multiply_experts(rows, matrices, [&](const ExpertPiece& p, const float* products) {
@@ -45,23 +50,24 @@ template <class Matrices, class Args>
 void down(const Args& a, const ExpertWeights& w) {
   const ExpertRows rows(a.topk_ids, a.T * a.top_k, a.num_experts, Matrices::kMostRows);
   const Matrices matrices(w, rows.count, a.N, a.K, false);
-  parallel_rows(rows.count, 2 * a.K, [&](int64_t pair) { matrices.put(a.h + pair * a.K, rows.rows[pair]); });
+  parallel_rows(rows.count, 2 * a.K, [&](int64_t row) { matrices.put(a.h + rows.pairs[row] * a.K, row); });
   auto* shares = static_cast<float*>(llm_scratch(6, sizeof(float) * static_cast<size_t>(rows.count * a.N)));
   multiply_experts(rows, matrices, [&](const ExpertPiece& p, const float* products) {
     for (int64_t row = p.block.first; row < p.block.end; row++)
       for (int v = 0; v < 2; v++, products += Matrices::kOutputs) {
         const vec factor = set1(a.topk_weights[rows.pairs[row]]);
-        float* share = shares + rows.pairs[row] * a.N + matrices.first_of(p.pair, v);
+        float* share = shares + row * a.N + matrices.first_of(p.pair, v);
         for_lanes(matrices.count_of(p.pair, v), [&](int64_t n, int count) {
           store_n(share + n, factor * load_n(products + n, count), count);
         });
       }
   });
+  const int32_t* of_pairs = rows.rows;
   parallel_rows(a.T, a.top_k * a.N, [=](int64_t t) {
     for_lanes(a.N, [=](int64_t n, int count) {
-      const float* share = shares + t * a.top_k * a.N + n;
-      vec total = load_n(share, count);
-      for (int64_t j = 1; j < a.top_k; j++) total += load_n(share + j * a.N, count);
+      vec total = set1(0.0f);
+      for (const int32_t *row = of_pairs + t * a.top_k, *end = row + a.top_k; row < end; row++)
+        if (*row >= 0) total += load_n(shares + *row * a.N + n, count);
       store_n(a.y + t * a.N + n, total, count);
     });
   });

@@ -78,7 +78,7 @@ inline void route_row(const LlmMoeRoute& a, float* scores, int32_t* ids, float* 
   if (a.num_groups > 1) keep_best_groups(a, choice, choice + a.E);
   for (int64_t j = 0; j < a.top_k; j++) {
     const int64_t best = first_largest(choice, a.E);
-    ids[j] = static_cast<int32_t>(best);
+    ids[j] = static_cast<int32_t>(best - a.first_expert);
     weights[j] = scores[best];
     choice[best] = NAN;
   }

@@ -3,7 +3,8 @@
 One token: each slot reads the rows of its expert (experts_few.py, experts_few_packed.py). More: slots are sorted by
 expert, and a program multiplies a tile of an expert's matrix by a tile of the slots of this expert. Grids follow from
 shapes alone: programs without slots end at once. The products of a token's experts are stored and then added up in the
-order of its slots.
+order of its slots. Slots whose ids are not from 0 to below the number of experts belong to experts of other ranks: they
+are not multiplied, and add nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from engine.ops.cuda import experts_few, experts_few_packed, fp8, lowbit
 from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, INT8, combine, grouped
 from engine.ops.cuda.launch import PDL
-from engine.ops.cuda.routing import order_of
+from engine.ops.cuda.routing import num_experts_of, order_of
 
 FEW = 1  # tokens up to which slots are not sorted
 ADDED = 1024  # columns of a program that adds up slots
@@ -105,7 +106,8 @@ def down(
         each = h.new_empty(num_rows * top_k, columns, dtype=h.dtype if is_large else torch.float32)
         _grouped(h.view(num_rows * top_k, -1), topk_ids, stored, each, num_experts, weights=topk_weights)
         grid = num_rows, triton.cdiv(columns, ADDED)
-        combine[grid](each, out, columns, top_k, ADDED, num_warps=4, **PDL)
+        has_all = num_experts == num_experts_of(topk_ids)
+        combine[grid](each, topk_ids, out, columns, num_experts, has_all, top_k, ADDED, num_warps=4, **PDL)
     return out
 
 
@@ -123,11 +125,11 @@ def tile_for(num_slots: int, num_experts: int, kind: int, dtype: torch.dtype) ->
 
 def _grouped(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, num_experts: int, **given: Any) -> None:
     """Multiply the row of each slot, or with `weights` a row per slot, by the matrix of its expert: [slots, N]."""
-    num_slots, _width = topk_ids.numel(), x.shape[1]
+    num_slots = topk_ids.numel()
     if not num_slots:
         return
-    weights = given.pop("weights", None)
-    launch(x, topk_ids, stored, out, tile_for(num_slots, num_experts, stored.kind, x.dtype), weights, given)
+    weights, of_all_ranks = given.pop("weights", None), max(num_experts, num_experts_of(topk_ids))
+    launch(x, topk_ids, stored, out, tile_for(num_slots, of_all_ranks, stored.kind, x.dtype), weights, given)
 
 
 def launch(

@@ -1,4 +1,5 @@
-"""Products of a few tokens with the matrices of their experts, without sorting: each slot reads its expert's rows."""
+"""Products of a few tokens with the matrices of their experts, without sorting: each slot reads its expert's rows, and
+nothing if another rank has the expert."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.experts_kernels import activated
+from engine.ops.cuda.experts_kernels import activated, is_here
 from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.routing import num_experts_of
 
 GATE_UP_ROWS, DOWN_ROWS = 8, 16  # rows of weights of a program
 GATE_UP_DEPTH, DOWN_DEPTH = 1024, 256  # inputs at a time: of the weights, a thread has 64 or 32
@@ -25,8 +27,9 @@ def gate_up(
         grid = num_rows * top_k, triton.cdiv(columns, GATE_UP_ROWS // 2)
         _gate_up[grid](
             x, topk_ids, weight, weight if bias is None else bias, out, act["limit"], act["alpha"], act["offset"],
-            columns, width, top_k, bias is not None, act["activation"], act["limit"] > 0, GATE_UP_ROWS,
-            min(GATE_UP_DEPTH, triton.next_power_of_2(width)), num_warps=4, **PDL,
+            columns, width, top_k, num_experts, num_experts == num_experts_of(topk_ids), bias is not None,
+            act["activation"], act["limit"] > 0, GATE_UP_ROWS, min(GATE_UP_DEPTH, triton.next_power_of_2(width)),
+            num_warps=4, **PDL,
         )  # fmt: skip
 
 
@@ -46,14 +49,16 @@ def down(
     if num_rows:
         _down[(num_rows, triton.cdiv(columns, rows))](
             h, topk_ids, topk_weights, weight, weight if bias is None else bias, out, columns, width, top_k,
-            bias is not None, slots, rows, min(DOWN_DEPTH, triton.next_power_of_2(width)), num_warps=4, **PDL,
+            num_experts, num_experts == num_experts_of(topk_ids), bias is not None, slots, rows,
+            min(DOWN_DEPTH, triton.next_power_of_2(width)), num_warps=4, **PDL,
         )  # fmt: skip
 
 
 @kernel
 def _gate_up(
-    x, topk_ids, weight, bias, out, limit, alpha, offset, columns, width, top_k,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    x, topk_ids, weight, bias, out, limit, alpha, offset, columns, width, top_k, num_experts,
+    HAS_ALL: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute half as many outputs of one slot as ROWS."""
     begin_next()
@@ -62,37 +67,41 @@ def _gate_up(
     i, k = tl.arange(0, ROWS), tl.arange(0, DEPTH)
     n = tl.minimum(first + i % OWN, columns - 1) + i // OWN * columns
     wait_for_inputs()
-    row = tl.load(topk_ids + slot).to(tl.int64) * columns * 2 + n
-    at, at_x = weight + row[:, None] * width + k[None, :], x + (slot // top_k).to(tl.int64) * width + k
-    ahead = tl.load(at, mask=(k < width)[None, :], other=0)
-    sums = tl.zeros([ROWS, DEPTH], tl.float32)
-    for start in range(0, width, DEPTH):
-        own = ahead
-        ahead = tl.load(at + start + DEPTH, mask=(start + DEPTH + k < width)[None, :], other=0)
-        values = tl.load(at_x + start, mask=start + k < width, other=0).to(tl.float32)
-        sums += own.to(tl.float32) * values[None, :]
-    y = tl.sum(sums, 1)
-    if HAS_BIAS:
-        y += tl.load(bias + row).to(tl.float32)
-    gate, up = tl.split(tl.permute(tl.reshape(y, (2, OWN)), (1, 0)))
-    own = first + tl.arange(0, OWN)
-    result = activated(gate, up, limit, alpha, offset, ACTIVATION, HAS_LIMIT)
-    tl.store(out + slot.to(tl.int64) * columns + own, result, mask=own < columns)
+    expert = tl.load(topk_ids + slot)
+    if HAS_ALL | is_here(expert, num_experts):
+        row = expert.to(tl.int64) * columns * 2 + n
+        at, at_x = weight + row[:, None] * width + k[None, :], x + (slot // top_k).to(tl.int64) * width + k
+        ahead = tl.load(at, mask=(k < width)[None, :], other=0)
+        sums = tl.zeros([ROWS, DEPTH], tl.float32)
+        for start in range(0, width, DEPTH):
+            own = ahead
+            ahead = tl.load(at + start + DEPTH, mask=(start + DEPTH + k < width)[None, :], other=0)
+            values = tl.load(at_x + start, mask=start + k < width, other=0).to(tl.float32)
+            sums += own.to(tl.float32) * values[None, :]
+        y = tl.sum(sums, 1)
+        if HAS_BIAS:
+            y += tl.load(bias + row).to(tl.float32)
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, OWN)), (1, 0)))
+        column = first + tl.arange(0, OWN)
+        result = activated(gate, up, limit, alpha, offset, ACTIVATION, HAS_LIMIT)
+        tl.store(out + slot.to(tl.int64) * columns + column, result, mask=column < columns)
 
 
 @kernel
 def _down(
-    h, topk_ids, topk_weights, weight, bias, out, columns, width, top_k,
-    HAS_BIAS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    h, topk_ids, topk_weights, weight, bias, out, columns, width, top_k, num_experts,
+    HAS_ALL: tl.constexpr, HAS_BIAS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS outputs of one token. SLOTS is the number of its slots, rounded up to a power of two."""
     begin_next()
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     i, k = tl.arange(0, SLOTS * ROWS), tl.arange(0, DEPTH)
     n, j = tl.minimum(first + i % ROWS, columns - 1), i // ROWS
-    slot, is_slot = token * top_k + tl.minimum(j, top_k - 1), j < top_k
+    slot = token * top_k + tl.minimum(j, top_k - 1)
     wait_for_inputs()
-    row = tl.load(topk_ids + slot).to(tl.int64) * columns + n
+    expert = tl.load(topk_ids + slot)
+    is_slot = (j < top_k) & (HAS_ALL | is_here(expert, num_experts))
+    row = expert.to(tl.int64) * columns + n
     at, at_h = weight + row[:, None] * width + k[None, :], h + slot[:, None] * width + k[None, :]
     ahead = tl.load(at, mask=is_slot[:, None] & (k < width)[None, :], other=0)
     sums = tl.zeros([SLOTS * ROWS, DEPTH], tl.float32)
@@ -104,7 +113,7 @@ def _down(
         sums += own.to(tl.float32) * values.to(tl.float32)
     y = tl.sum(sums, 1)
     if HAS_BIAS:
-        y += tl.load(bias + row).to(tl.float32)
+        y += tl.load(bias + row, mask=is_slot, other=0).to(tl.float32)
     y *= tl.load(topk_weights + slot, mask=is_slot, other=0)
     y = tl.sum(tl.reshape(tl.where(is_slot, y, 0.0), (SLOTS, ROWS)), 0)
     own = first + tl.arange(0, ROWS)

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.experts_kernels import FP8, IS_FP8, IS_INT4, IS_INT8, activated
+from engine.ops.cuda.experts_kernels import FP8, IS_FP8, IS_INT4, IS_INT8, activated, is_here
 from engine.ops.cuda.fp8_kernels import widened
 from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import bytes_of, parts_of
+from engine.ops.cuda.routing import num_experts_of
 
 if TYPE_CHECKING:
     from engine.ops.cuda.experts import ExpertWeights
@@ -35,8 +36,8 @@ def gate_up(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, **a
         grid = num_rows * top_k, triton.cdiv(columns, ROWS // 2)
         _gate_up[grid](
             x, topk_ids, *_arrays(stored), out, act["limit"], act["alpha"], act["offset"], columns, width,
-            *_shape(stored), top_k, *_kind(stored), act["activation"], act["limit"] > 0, ROWS,
-            _blocks(stored, NUM_WORDS), stored.weight.shape[2], num_warps=WARPS, **PDL,
+            *_shape(stored), top_k, *_experts(stored, topk_ids, 2 * columns), *_kind(stored), act["activation"],
+            act["limit"] > 0, ROWS, _blocks(stored, NUM_WORDS), stored.weight.shape[2], num_warps=WARPS, **PDL,
         )  # fmt: skip
 
 
@@ -48,8 +49,9 @@ def down(h: Tensor, topk_ids: Tensor, topk_weights: Tensor, stored: ExpertWeight
     num_words = MORE_WORDS if stored.weight[0].numel() > LONG else NUM_WORDS
     if num_rows:
         _down[(num_rows, triton.cdiv(columns, rows))](
-            h, topk_ids, topk_weights, *_arrays(stored), out, columns, width, *_shape(stored), top_k, *_kind(stored),
-            slots, rows, _blocks(stored, num_words), stored.weight.shape[2], num_warps=WARPS, **PDL,
+            h, topk_ids, topk_weights, *_arrays(stored), out, columns, width, *_shape(stored), top_k,
+            *_experts(stored, topk_ids, columns), *_kind(stored), slots, rows, _blocks(stored, num_words),
+            stored.weight.shape[2], num_warps=WARPS, **PDL,
         )  # fmt: skip
 
 
@@ -63,6 +65,12 @@ def _arrays(stored: ExpertWeights) -> tuple[Tensor, ...]:
 def _shape(stored: ExpertWeights) -> tuple[int, int]:
     """Return the number of blocks of a row, and the number of rows of all experts."""
     return stored.weight.shape[1], len(stored.weight)
+
+
+def _experts(stored: ExpertWeights, topk_ids: Tensor, rows_of_each: int) -> tuple[int, bool]:
+    """Return the number of experts of this rank, and whether these are all."""
+    num_experts = len(stored.weight) // rows_of_each
+    return num_experts, num_experts == num_experts_of(topk_ids)
 
 
 def _kind(stored: ExpertWeights) -> tuple[int, bool, bool, bool]:
@@ -80,8 +88,9 @@ def _blocks(stored: ExpertWeights, num_words: int) -> int:
 @kernel
 def _gate_up(
     x, topk_ids, words, scale, zero, bias, out, limit, alpha, offset, columns, width, num_blocks, num_rows, top_k,
-    KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+    num_experts, HAS_ALL: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Compute half as many outputs of one slot as ROWS."""
     begin_next()
@@ -90,23 +99,26 @@ def _gate_up(
     i = tl.arange(0, ROWS)
     n = tl.minimum(first + i % OWN, columns - 1) + i // OWN * columns
     wait_for_inputs()
-    row = tl.load(topk_ids + slot).to(tl.int64) * columns * 2 + n
-    at_x = x + (slot // top_k).to(tl.int64) * width + tl.zeros([1, 1, 1], tl.int32)
-    y = _products(
-        at_x, words, scale, zero, row, width, num_blocks, num_rows, KIND, IS_BLOCKED, HAS_ZERO, ROWS, BLOCKS, WORDS
-    )  # fmt: skip
-    if HAS_BIAS:
-        y += tl.load(bias + row).to(tl.float32)
-    gate, up = tl.split(tl.permute(tl.reshape(y, (2, OWN)), (1, 0)))
-    own = first + tl.arange(0, OWN)
-    result = activated(gate, up, limit, alpha, offset, ACTIVATION, HAS_LIMIT)
-    tl.store(out + slot.to(tl.int64) * columns + own, result, mask=own < columns)
+    expert = tl.load(topk_ids + slot)
+    if HAS_ALL | is_here(expert, num_experts):
+        row = expert.to(tl.int64) * columns * 2 + n
+        at_x = x + (slot // top_k).to(tl.int64) * width + tl.zeros([1, 1, 1], tl.int32)
+        y = _products(
+            at_x, words, scale, zero, row, True, width, num_blocks, num_rows, KIND, IS_BLOCKED, HAS_ZERO, ROWS, BLOCKS,
+            WORDS,
+        )  # fmt: skip
+        if HAS_BIAS:
+            y += tl.load(bias + row).to(tl.float32)
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, OWN)), (1, 0)))
+        own = first + tl.arange(0, OWN)
+        result = activated(gate, up, limit, alpha, offset, ACTIVATION, HAS_LIMIT)
+        tl.store(out + slot.to(tl.int64) * columns + own, result, mask=own < columns)
 
 
 @kernel
 def _down(
-    h, topk_ids, topk_weights, words, scale, zero, bias, out, columns, width, num_blocks, num_rows, top_k,
-    KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    h, topk_ids, topk_weights, words, scale, zero, bias, out, columns, width, num_blocks, num_rows, top_k, num_experts,
+    HAS_ALL: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS outputs of one token. SLOTS is the number of its slots, rounded up to a power of two; the slots
@@ -117,33 +129,36 @@ def _down(
     n, j = tl.minimum(first + i % ROWS, columns - 1), i // ROWS
     slot = token * top_k + tl.minimum(j, top_k - 1)
     wait_for_inputs()
-    row = tl.load(topk_ids + slot).to(tl.int64) * columns + n
+    expert = tl.load(topk_ids + slot)
+    has_expert = HAS_ALL | is_here(expert, num_experts)
+    row = tl.where(has_expert, expert, 0).to(tl.int64) * columns + n
     at_h = h + (slot * width)[:, None, None]
     y = _products(
-        at_h, words, scale, zero, row, width, num_blocks, num_rows, KIND, IS_BLOCKED, HAS_ZERO, SLOTS * ROWS, BLOCKS,
-        WORDS,
+        at_h, words, scale, zero, row, has_expert[:, None, None], width, num_blocks, num_rows, KIND, IS_BLOCKED,
+        HAS_ZERO, SLOTS * ROWS, BLOCKS, WORDS,
     )  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias + row).to(tl.float32)
     y *= tl.load(topk_weights + slot)
-    y = tl.sum(tl.reshape(tl.where(j < top_k, y, 0.0), (SLOTS, ROWS)), 0)
+    y = tl.sum(tl.reshape(tl.where((j < top_k) & has_expert, y, 0.0), (SLOTS, ROWS)), 0)
     own = first + tl.arange(0, ROWS)
     tl.store(out + token * columns + own, y, mask=own < columns)
 
 
 @triton.jit
 def _products(
-    at_x, words, scale, zero, row, width, num_blocks, num_rows, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr,
-    HAS_ZERO: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+    at_x, words, scale, zero, row, has_expert, width, num_blocks, num_rows, KIND: tl.constexpr,
+    IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Return the products [ROWS] of these rows of weights and the inputs at `at_x`, [1, 1, 1] or [ROWS, 1, 1]."""
+    """Return the products [ROWS] of these rows of weights and the inputs at `at_x`, [1, 1, 1] or [ROWS, 1, 1]. No words
+    are read for rows without `has_expert`, [ROWS, 1, 1] or one value."""
     b, w = tl.arange(0, BLOCKS)[None, :, None], tl.arange(0, WORDS)[None, None, :]
     at = words + (row[:, None, None] * num_blocks + b) * WORDS + w
-    ahead = tl.load(at, mask=b < num_blocks, other=0)
+    ahead = tl.load(at, mask=has_expert & (b < num_blocks), other=0)
     sums = tl.zeros([ROWS, BLOCKS, WORDS], tl.float32)
     for start in range(0, num_blocks, BLOCKS):
         own, block = ahead, start + b
-        ahead = tl.load(at + (start + BLOCKS) * WORDS, mask=block + BLOCKS < num_blocks, other=0)
+        ahead = tl.load(at + (start + BLOCKS) * WORDS, mask=has_expert & (block + BLOCKS < num_blocks), other=0)
         place, is_block = block.to(tl.int64) * num_rows + row[:, None, None], block < num_blocks
         if KIND == IS_INT4:
             scales = tl.load(scale + place, mask=is_block, other=0)

@@ -121,13 +121,21 @@ def activated(gate, up, limit, alpha, offset, ACTIVATION: tl.constexpr, HAS_LIMI
         return (up + offset) * gate / (1 + tl.exp(-alpha * gate))
 
 
+@triton.jit
+def is_here(expert, num_experts):
+    """Return whether this rank has an expert."""
+    return (expert >= 0) & (expert < num_experts)
+
+
 @kernel
-def combine(each, out, columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up the slots of one token."""
+def combine(each, topk_ids, out, columns, num_experts, HAS_ALL: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the slots of one token. Without HAS_ALL, some of its experts may belong to other ranks."""
     begin_next()
     wait_for_inputs()
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
-        sums += tl.load(each + (row * TOP_K + slot) * columns + n, mask=n < columns, other=0).to(tl.float32)
+        is_added = HAS_ALL | is_here(tl.load(topk_ids + row * TOP_K + slot), num_experts)
+        at = each + (row * TOP_K + slot) * columns + n
+        sums += tl.load(at, mask=is_added & (n < columns), other=0).to(tl.float32)
     tl.store(out + row * columns + n, sums, mask=n < columns)

@@ -43,10 +43,11 @@ def moe_route(  # noqa: PLR0913 - the inputs and attributes of the catalogue
     epsilon: float,
     minimum: float,
     factor: float,
+    first_expert: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the experts i32 [T, top_k] of the rows of x [T, H], and their weights f32.
+    """Return the experts i32 [T, top_k] of the rows of x [T, H], counted from `first_expert`, and their weights f32.
 
-    The order of sums is the same for all numbers of tokens.
+    The order of sums is the same for all numbers of tokens. The tensor of ids remembers the number of all experts.
     """
     num_rows, num_experts = len(x), len(weight)
     ids = new_indices(x, num_rows, top_k)
@@ -55,16 +56,25 @@ def moe_route(  # noqa: PLR0913 - the inputs and attributes of the catalogue
         sums = _sums(x, weight)
         _choose[(num_rows,)](
             sums, sums if bias is None else bias, sums if choice_bias is None else choice_bias, ids, weights,
-            num_rows, epsilon, minimum, factor, len(sums),
+            num_rows, epsilon, minimum, factor, first_expert, len(sums),
             num_experts, triton.next_power_of_2(num_experts), top_k, triton.next_power_of_2(top_k), scoring,
             num_groups, triton.next_power_of_2(num_groups), top_groups, group_best, bool(renormalize),
             bias is not None, choice_bias is not None, num_warps=1, **PDL,
         )  # fmt: skip
+    setattr(ids, "num_experts", num_experts)  # noqa: B010 - Tensor declares no such attribute
     return ids, weights
 
 
+def num_experts_of(topk_ids: Tensor) -> int:
+    """Return the number of experts of all ranks, or 0 if the ids are not those of `moe_route`."""
+    return getattr(topk_ids, "num_experts", 0)
+
+
 def order_of(topk_ids: Tensor, num_experts: int) -> Order:
-    """Return the slots by expert. The tensor of ids remembers them for the ops after the first."""
+    """Return the slots by expert. The tensor of ids remembers them for the ops after the first.
+
+    Slots of experts of other ranks are before `starts[0]` and behind `starts[num_experts]`.
+    """
     known = getattr(topk_ids, "order", None)
     if known is None:
         known = _sorted(topk_ids.view(-1), num_experts)
@@ -135,7 +145,7 @@ def _logits(
 
 @kernel
 def _choose(
-    sums, bias, choice_bias, ids, weights, num_rows, epsilon, minimum, factor, PARTS: tl.constexpr,
+    sums, bias, choice_bias, ids, weights, num_rows, epsilon, minimum, factor, first_expert, PARTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, SCORING: tl.constexpr,
     NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr,
@@ -179,7 +189,7 @@ def _choose(
     if RENORMALIZE:
         chosen = chosen / tl.maximum(tl.sum(chosen, 0) + epsilon, minimum)
     at = row * TOP_K + j
-    tl.store(ids + at, chosen_ids, mask=j < TOP_K)
+    tl.store(ids + at, chosen_ids - first_expert, mask=j < TOP_K)
     tl.store(weights + at, chosen * factor, mask=j < TOP_K)
 
 

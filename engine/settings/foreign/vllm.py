@@ -136,9 +136,7 @@ ROWS: tuple[OptionRow, ...] = (
     ignored("--disable-log-stats", "figures are at /metrics, not in the log", VLLM, is_flag=True),
     ignored("--distributed-executor-backend", "every rank is a process of this server", VLLM),
     ignored("--generation-config", "generation_config.json of the model gives the defaults of requests", VLLM),
-    ignored(
-        "--enable-expert-parallel", "the weights of every layer are divided over the MP_NUM ranks", *BOTH, is_flag=True
-    ),
+    sets("--enable-expert-parallel", "ENABLE_EXPERT_PARALLEL", *BOTH),
     refused(
         "--pipeline-parallel-size", "layers are divided over ranks, --mp-num", VLLM, aliases=("-pp",), harmless=("1",)
     ),

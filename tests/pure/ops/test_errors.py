@@ -21,7 +21,7 @@ def i32(*values):
 
 SEGMENTS = {"num_heads": 2, "scale": 1.0, "is_bf16": 0}
 ROUTE = {"top_k": 3, "scoring": 0, "num_groups": 1, "top_groups": 1, "group_best": 1}
-ROUTE |= {"renormalize": 0, "epsilon": 0.0, "minimum": 0.0, "factor": 1.0}
+ROUTE |= {"renormalize": 0, "epsilon": 0.0, "minimum": 0.0, "factor": 1.0, "first_expert": 0}
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,6 @@ ROUTE |= {"renormalize": 0, "epsilon": 0.0, "minimum": 0.0, "factor": 1.0}
             "mrope_angles: positions has shape (2), needs (3, any)",
         ),
         (
-            lambda: cpu.expert_down(f32(2, 8), i32([0, 1], [1, 3]), f32(2, 2), f32(15, 4), num_experts=3),
-            "expert_down: topk_ids holds 3, needs 0 .. 2",
-        ),
-        (
             lambda: cpu.expert_down(f32(2, 8), i32([0, 1], [1, 2]), f32(2, 2), f32(16, 4), num_experts=3),
             "expert_down: weight has shape (16, 4), needs (any, 4), axis 0 a multiple of 3",
         ),
@@ -113,6 +109,10 @@ ROUTE |= {"renormalize": 0, "epsilon": 0.0, "minimum": 0.0, "factor": 1.0}
             lambda: cpu.moe_route(f32(2, 8), f32(6, 8), **ROUTE | {"num_groups": 3}),
             "moe_route: top_k is 3, top_groups is 1, E is 6, num_groups is 3, "
             "needs 0 < top_k and top_k <= top_groups * (E // num_groups)",
+        ),
+        (
+            lambda: cpu.moe_route(f32(2, 8), f32(6, 8), **ROUTE | {"first_expert": 6}),
+            "moe_route: first_expert is 6, E is 6, needs 0 <= first_expert and first_expert < E",
         ),
         (lambda: cpu.swiglu(f32(5, 3)), "swiglu: gate_up has shape (5, 3), needs (5, any), axis 1 a multiple of 2"),
         (

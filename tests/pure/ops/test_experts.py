@@ -17,7 +17,7 @@ SILU = {"activation": 0, "limit": 0.0, "alpha": 1.0, "offset": 0.0}
 CLAMPED = {"activation": 0, "limit": 3.0, "alpha": 1.702, "offset": 1.0}
 GELU = {"activation": 1, "limit": 0.0, "alpha": 1.0, "offset": 0.0}
 PLAIN_ROUTE = {"top_k": 4, "scoring": 0, "num_groups": 1, "top_groups": 1, "group_best": 1}
-PLAIN_ROUTE |= {"renormalize": 0, "epsilon": 0.0, "minimum": 0.0, "factor": 1.0}
+PLAIN_ROUTE |= {"renormalize": 0, "epsilon": 0.0, "minimum": 0.0, "factor": 1.0, "first_expert": 0}
 
 
 def stored(format, num_rows, width):
@@ -112,6 +112,28 @@ def test_rows_of_experts_are_independent(isa, format, num_threads):
         cpu.set_num_threads(before)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 60])
+def test_slots_of_experts_of_other_ranks_add_nothing(isa, format, rows):
+    """Two ranks compute together what one with all experts does. Some tokens have no expert of the first rank."""
+    (ids, factors), x, inner = (chosen(rows, 5, 2), random(rows, 2, seed=4)), random(rows, 70, scale=0.1), 33
+    up = (*stored(format, 5 * 2 * inner, 70), random(5 * 2 * inner, seed=2))
+    down = (*stored(format, 5 * 70, inner), random(5 * 70, seed=2))
+
+    def part(ops, first, end):
+        own, given = ids - np.int32(first), {"num_experts": end - first}
+        stacks = [[each if each is None else np.split(each, 5)[first:end] for each in stack] for stack in (up, down)]
+        up_part, down_part = ([each and np.concatenate(each) for each in stack] for stack in stacks)
+        h = getattr(ops, op_of("gate_up", format))(x, own, *up_part, **given, **CLAMPED).reshape(rows, 2, inner)
+        h[(own < 0) | (own >= end - first)] = np.nan  # slots of other ranks have no values
+        return getattr(ops, op_of("down", format))(h.reshape(rows, -1), own, factors, *down_part, **given)
+
+    for ops in (cpu.load(isa), reference):
+        parts = part(ops, 0, 2), part(ops, 2, 5)
+        assert_close(parts[0] + parts[1], part(ops, 0, 5), 3e-6)
+        assert not parts[0][(ids >= 2).all(axis=1)].any()
+
+
 ROUTES = {
     "softmax": {"renormalize": 1},
     "sigmoid in groups by the sum of two": {
@@ -119,7 +141,7 @@ ROUTES = {
         **{"renormalize": 1, "epsilon": 1e-20, "factor": 2.5},
     },
     "softmax in groups by the largest": {"num_groups": 4, "top_groups": 2, "minimum": 0.5, "renormalize": 1},
-    "softmax of the chosen": {"scoring": 2},
+    "softmax of the chosen, and the first expert of a rank": {"scoring": 2, "first_expert": 20},
 }
 
 

@@ -109,7 +109,7 @@ def test_paddle_op_equals_the_kernel(ops, call):
 
 def test_a_route_has_ids_and_weights(ops):
     given = {"top_k": 2, "scoring": 1, "num_groups": 2, "top_groups": 1, "group_best": 2}
-    given |= {"renormalize": 1, "epsilon": 1e-20, "minimum": 0.0, "factor": 2.5}
+    given |= {"renormalize": 1, "epsilon": 1e-20, "minimum": 0.0, "factor": 2.5, "first_expert": 3}
     inputs = random(5, 12), random(8, 12), None, random(8)
     ids, weights = ops.moe_route(*map(tensor, inputs), **given)
     expected_ids, expected = cpu.moe_route(*inputs, **given)
