@@ -46,7 +46,7 @@ install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batc
 test: QUICK =
 test: quick  ## all tests, those that need nothing first
 	$(BIN)/python -m pytest tests/engines --numprocesses auto --dist worksteal
-	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Some wait for processes, so that half as many again as there are cores are busy. Python keeps what it has compiled:
 # each of them, and each process that they start, would do it again.

@@ -1,9 +1,28 @@
 """Fixtures of the tests of the whole server: each file has a server with its SETTINGS, and clients of it."""
 
+from pathlib import Path
+
 import openai
 import pytest
 
 from tests.server import running_server
+
+# The files that take longest, which have few tests. When these come last, one of two workers waits for the other.
+LONGEST = (
+    "test_reload",
+    "test_machines",
+    "test_replicas",
+    "test_survival",
+    "test_ports_under_load",
+    "test_server_ranks",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Run the longest files first."""
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(Path(item.path).stem, len(place)))
 
 
 @pytest.fixture(scope="module")
