@@ -21,7 +21,7 @@ class SchedulerProbe(Probe):
         try:
             self.check_ready()
         except ProbeError as error:
-            return {"ready": False, "reason": f"waiting for a decode instance: {error}"}
+            return {"ready": False, "reason": f"waiting for a decode instance: {error}", "num_open": 0}
         return {"ready": True, "num_open": 0, "num_labels": 0}
 
     def check_all_ports(self) -> None:

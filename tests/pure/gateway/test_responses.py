@@ -303,6 +303,49 @@ def test_a_wrong_way_to_retrieve_is_refused_by_its_name(query):
     assert status == 400 and json.loads(payload)["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("status", "error", "last"),
+    [
+        ("failed", EngineUnavailable("the engine has crashed too often"), "the engine has crashed too often"),
+        ("cancelled", None, "the response was cancelled"),
+    ],
+)
+def test_the_stream_of_a_stored_response_that_has_failed_ends_with_its_error(status, error, last):
+    backend = FakeBackend("a")
+    with running(backend) as gateway:
+        gateway.post(PATH, {**ASKED, "store": True})
+        backend.bodies[-1]["_store"]["about"]["body"]["background"] = True
+        backend.stored = [a_stored_response(backend, status, error=error)]
+        code, _, payload = gateway.send("GET", f"{PATH}/resp_1?stream=true")
+    assert code in (200, 503, 499) and last in payload.decode()
+
+
+def test_the_stream_of_a_stored_response_that_is_still_generated_waits_for_its_rest():
+    backend = FakeBackend("a", " b")
+    with running(backend) as gateway:
+        gateway.post(PATH, {**ASKED, "store": True})
+        backend.bodies[-1]["_store"]["about"]["body"]["background"] = True
+        backend.stored = [a_stored_response(backend, "in_progress")]
+        status, _, payload = gateway.send("GET", f"{PATH}/resp_1?stream=true")
+    assert status == 200 and "response.completed" in payload.decode()
+    assert backend.bodies[-1]["resume_from"] == [0]
+
+
+def test_only_a_response_in_the_background_can_be_streamed_again():
+    backend = FakeBackend("a")
+    with running(backend) as gateway:
+        gateway.post(PATH, {**ASKED, "store": True})
+        backend.stored = [a_stored_response(backend, "completed")]
+        status, _, payload = gateway.send("GET", f"{PATH}/resp_1?stream=true")
+    assert status == 400 and "only one whose request has `background` set" in payload.decode()
+
+
+def test_a_response_that_is_not_there_cannot_be_gone_on_with():
+    with running(FakeBackend("a")) as gateway:
+        status, answer = gateway.refused(PATH, {**ASKED, "previous_response_id": "resp_1"})
+    assert (status, answer["error"]["param"]) == (404, "previous_response_id")
+
+
 @pytest.mark.parametrize("cut", [("Sunny", " and", " warm."), ("S", "unny and warm", "."), ("Sunny and warm.",)])
 def test_the_numbers_of_a_stream_in_the_background_do_not_depend_on_how_its_text_is_cut(cut):
     asked = {"background": True, "stream": True, "extra_body": {"include_reasoning": True}}
