@@ -38,8 +38,8 @@ COMMON = {
 }
 DRAFTS, READS_IMAGES = "mtp.fc.weight", "model.visual.merger.linear_fc1.weight"
 OTHER_PARTS = {  # tensors of the parts of a checkpoint that draft tokens and read images
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (DRAFTS, READS_IMAGES)),
-    "qwen3_next": (DRAFTS,),
+    **dict.fromkeys(("qwen3_5", "qwen3_next"), (DRAFTS,)),
+    "qwen3_5_moe": (DRAFTS, READS_IMAGES),
 }
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]}
@@ -167,21 +167,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "mrope_interleaved": True,
         },
     },
-    "qwen3_5": {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "text_config": {
-            **COMMON,
-            "model_type": "qwen3_5_text",
-            "attn_output_gate": True,
-            "full_attention_interval": 2,
-            "head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        },
-    },
     "qwen3_5_moe": {
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "text_config": {**COMMON, **QWEN3_5_MOE, "model_type": "qwen3_5_moe_text", "num_experts": 8},
@@ -263,7 +248,6 @@ SEEDS: dict[str, int] = {
     "phi3_long": 2,
     "granite": 1,
     "glm4": 3,
-    "qwen3_5": 4,
     "qwen3_5_text": 3,
     "smollm3": 4,
     "seed_oss": 4,
@@ -295,6 +279,9 @@ SEEDS: dict[str, int] = {
     "qwen3_next": 0,
     "paddleocr_vl": 0,
     "qwen2_5_vl": 1,
+    "qwen3_vl": 2,
+    "qwen3_vl_moe": 1,
+    "qwen3_5": 4,
 }
 
 

@@ -46,7 +46,9 @@ def add_vision_tokens(directory: Path, template: str | None = VISION_TEMPLATE) -
 def write_vision_model(directory: Path, template: str | None = VISION_TEMPLATE, **own: int) -> None:
     """Write the files of a model that reads images, without its weights."""
     write_tokenizer(directory)
-    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vocab_size": 320}))
+    (directory / "config.json").write_text(
+        json.dumps({"model_type": "qwen2_5_vl", "vocab_size": 320, "vision_config": {}})
+    )
     (directory / "preprocessor_config.json").write_text(json.dumps(SMALL | own))
     add_vision_tokens(directory, template)
 

@@ -12,12 +12,14 @@ TOKENS = {"image_token_id": 301, "vision_start_token_id": 302, "vision_end_token
 # Of a preprocessor_config.json: few pixels, so that files with results are small
 SMALL = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12}
 SIZES = [(28, 28), (27, 29), (29, 27), (57, 83), (9, 300), (300, 9), (120, 200), (1, 1), (42, 14), (4000, 21)]
+SIZES += [(32, 32), (31, 33), (33, 31)]
 STRIDE = 29  # of the values of patches that are compared
-MODEL_TYPES = ("paddleocr_vl", "qwen2_5_vl")
+PROCESSORS = ("paddleocr_vl", "qwen2_5_vl", "qwen3_vl")  # a model_type of each image processor
+MODEL_TYPES = (*PROCESSORS, "qwen3_vl_moe", "qwen3_5")
 
 
 def a_processor(model_type: str, **own: int) -> ImageProcessor:
-    return ImageProcessor.of({"model_type": model_type, **TOKENS}, SMALL | own)
+    return ImageProcessor.of({"model_type": model_type, **TOKENS}, SMALL | own)  # others are defaults
 
 
 def an_image(height: int, width: int, seed: int = 0) -> Image.Image:

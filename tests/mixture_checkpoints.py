@@ -24,7 +24,8 @@ QWEN3_5_MOE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     "shared_expert_intermediate_size": 72,
 }
-STACKED = ("gpt_oss", "granitemoe", "mistral4", "qwen3_5_moe", "qwen3_5_moe_text")  # experts are in one tensor
+# Experts are in one tensor
+STACKED = ("gpt_oss", "granitemoe", "mistral4", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe")
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],
@@ -180,8 +181,9 @@ def as_released(model_type: str, tensors: dict[str, np.ndarray]) -> dict[str, np
             made[f"{block}.input_linear.weight"] = np.concatenate([gates, ups], axis=1)
             made[f"{block}.output_linear.weight"] = np.stack(down)
         elif model_type != "gpt_oss":
-            made[f"{block}.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
-            made[f"{block}.experts.down_proj"] = np.stack(down)
+            turn = (0, 2, 1) if model_type == "qwen3_vl_moe" else (0, 1, 2)
+            made[f"{block}.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1).transpose(turn)
+            made[f"{block}.experts.down_proj"] = np.stack(down).transpose(turn)
         else:
             by_turns = np.stack([gates, ups], axis=2).reshape(len(gates), -1, *gates.shape[2:])
             suffix, turn = ("", (0, 2, 1)) if end == "weight" else ("_bias", (0, 1))

@@ -10,13 +10,12 @@ import numpy as np
 from engine.core.cache_groups import STATE, table_name
 from engine.dtypes import held_as
 from engine.exporting.manifest import Manifest, rank_dir
-from engine.graph import load
+from engine.graph import Graph, load
 from engine.graph.run import run_graph
 from engine.models.kv_cache import CacheSpec
 from engine.models.layers import EMBEDDING_ROWS, POSITIONS, SPAN_EMBEDDINGS
 from engine.ops import reference
 from engine.ops.cpu.paddle_ops import register_paddle_ops
-from tests.checkpoints import COMMON
 
 Run = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]  # a step's inputs to its outputs
 
@@ -24,7 +23,7 @@ Run = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]  # a step's
 class PagedModel:
     """A few requests over one pool. Their blocks are shuffled, so that a table read wrongly shows."""
 
-    def __init__(self, model: Manifest, run: Run, num_requests: int = 1, num_blocks: int = 12):
+    def __init__(self, graph: Graph, model: Manifest, run: Run, num_requests: int = 1, num_blocks: int = 12):
         groups = model.graph().cache_groups
         num_groups, num_blocks = len(groups), max(num_blocks, *(group.num_parts for group in groups))
         self._widths = [group.num_parts if group.kind == STATE else num_blocks for group in groups]
@@ -33,14 +32,14 @@ class PagedModel:
         pool = np.random.default_rng(0).permutation(num_groups * num_requests * num_blocks).astype(np.int32)
         self.block_tables = pool.reshape(num_groups, num_requests, num_blocks)
         self.context_lens = [0] * num_requests
-        self.takes_spans = EMBEDDING_ROWS in model.graph().inputs
+        self._spans = graph.inputs.get(SPAN_EMBEDDINGS)
         self._run = run
 
     @classmethod
     def of(cls, model_dir: Path, ops=reference, rank: int = 0, **sizes) -> PagedModel:
         graph, stored = load(model_dir, rank)
         params = {name: np.asarray(each) for name, each in stored.items()}
-        return cls(Manifest.read(model_dir), lambda inputs: run_graph(graph, params, inputs, ops), **sizes)
+        return cls(graph, Manifest.read(model_dir), lambda inputs: run_graph(graph, params, inputs, ops), **sizes)
 
     @classmethod
     def through_paddle(cls, model_dir: Path, rank: int = 0) -> PagedModel:
@@ -68,7 +67,7 @@ class PagedModel:
             outputs = zip(graph.outputs, predictor.get_output_names(), strict=True)
             return {name: predictor.get_output_handle(theirs).copy_to_cpu() for name, theirs in outputs}
 
-        model = cls(manifest, run)
+        model = cls(load(model_dir, rank)[0], manifest, run)
         caches = {name: paddle.to_tensor(array) for name, array in model.caches.items()}
         return model
 
@@ -94,10 +93,10 @@ class PagedModel:
         for request, count in zip(requests, counts, strict=True):
             self.context_lens[request] += count
         arrays = {name: array.astype(np.int32) for name, array in inputs.items()}
-        if self.takes_spans:  # text alone, whose three positions are equal
+        if self._spans:  # text alone, whose three positions are equal
             arrays[POSITIONS] = np.tile(arrays[POSITIONS], (3, 1))
             arrays[EMBEDDING_ROWS] = np.full(starts[-1], -1, np.int32)
-            arrays[SPAN_EMBEDDINGS] = np.zeros((0, COMMON["hidden_size"]), np.float32)
+            arrays[SPAN_EMBEDDINGS] = np.zeros((0, self._spans.shape[1]), np.float32)
         return self._run(arrays | self.caches)["logits"]
 
     def prefill(self, prompt: list[int], chunk: int, num_logits: int = 1) -> np.ndarray:

@@ -21,6 +21,17 @@ TEXT = {
     "rms_norm_eps": 1e-6,
     "vocab_size": 320,
 }
+MROPE = {"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True}
+QWEN3_TOWER = {
+    "depth": 4,
+    "hidden_size": 48,
+    "intermediate_size": 70,
+    "num_heads": 3,
+    "num_position_embeddings": 25,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+}
 VISION_FAMILIES: dict[str, dict[str, Any]] = {
     "paddleocr_vl": {  # as released: all keys of the decoder at the top
         **TOKENS,
@@ -55,6 +66,50 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
             "temporal_patch_size": 2,
             "window_size": 56,
         },
+    },
+    "qwen3_vl": {  # as released
+        **TOKENS,
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": {**TEXT, "head_dim": 16, "rope_theta": 1e4, "rope_scaling": MROPE},
+        "vision_config": {**QWEN3_TOWER, "deepstack_visual_indexes": [0, 2, 3]},
+    },
+    "qwen3_vl_moe": {
+        **TOKENS,
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "text_config": {
+            **TEXT,
+            "head_dim": 16,
+            "mlp_only_layers": [1],
+            "moe_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_theta": 1e4,
+            "rope_scaling": MROPE,
+        },
+        "vision_config": {**QWEN3_TOWER, "depth": 2, "deepstack_visual_indexes": [0]},
+    },
+    "qwen3_5": {
+        **TOKENS,
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {
+            **TEXT,
+            "model_type": "qwen3_5_text",
+            "attn_output_gate": True,
+            "full_attention_interval": 2,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {**QWEN3_TOWER, "deepstack_visual_indexes": []},
     },
 }
 

@@ -19,7 +19,7 @@ MAX_WAITING = 256  # requests; others wait behind them
 class EncodedPart(NamedTuple):
     """The result of a part of an encoding."""
 
-    embeddings: bytes | None  # f32 [length, hidden size]; None: there are more parts
+    embeddings: bytes | None  # those of PromptSpan; None: there are more parts
     ended_at: float  # seconds, time.monotonic
 
 

@@ -22,7 +22,7 @@ class PromptSpan:
     start: int  # index of its first token in the prompt
     length: int  # tokens
     content_hash: bytes  # of the content and everything else that the embeddings are computed from
-    embeddings: bytes = b""  # f32 [length, hidden size]
+    embeddings: bytes = b""  # f32 [length, hidden size], or wider with DeepStack: a row of SPAN_EMBEDDINGS a token
     # Patches after merging as (frames, rows, columns), whose product is `length`: the 3-D positions of a model with
     # M-RoPE. Without a grid the positions are those of text.
     grid: tuple[int, int, int] | tuple[()] = ()

@@ -23,7 +23,7 @@ from engine.exporting import head
 from engine.exporting.complete import complete_or_absent
 from engine.exporting.manifest import CONFIG, DECODER, GraphManifest, Manifest, rank_dir, refuse_static_graph
 from engine.models import eagle3
-from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors, text_part
+from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors
 from engine.models.coded import Coded
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
@@ -178,7 +178,7 @@ def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint
         return read_export(directory)
     keys = read_json(directory / CONFIG)
     quantizations = read_quantization(keys)
-    keys, tensors = as_in_transformers(*text_part(*with_tower(keys, open_tensors(directory))))
+    keys, tensors = as_in_transformers(*with_tower(keys, open_tensors(directory)))
     return keys, Checkpoint(with_single_experts(keys, tensors), quantizations)
 
 

@@ -18,7 +18,7 @@ from engine.models.formats import QUANTIZED
 from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 
-GRAPH_VERSION = 10  # raised whenever the same checkpoint exports to another graph or manifest
+GRAPH_VERSION = 11  # raised whenever the same checkpoint exports to another graph or manifest
 EXPECTED = {int: "a whole number", str: "a text", bool: "true or false"}  # values of these types, in messages
 VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version
 

@@ -26,8 +26,23 @@ CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.261302
 BICUBIC = 3  # of Pillow's Resampling
 # The defaults of transformers for keys that the configuration does not have
 PADDLEOCR = {"min_pixels": 384**2, "max_pixels": 1536**2, "temporal_patch_size": 1}
-QWEN = {"min_pixels": 56**2, "max_pixels": 28**2 * 1280, "temporal_patch_size": 2}
-DEFAULTS: dict[str, dict[str, int]] = {"paddleocr_vl": PADDLEOCR, "qwen2_5_vl": QWEN}  # by model_type
+QWEN: dict[str, Any] = {"min_pixels": 56**2, "max_pixels": 28**2 * 1280, "temporal_patch_size": 2}
+# Those of the released checkpoints, because the defaults of transformers are for patches of another size
+QWEN3 = QWEN | {
+    "min_pixels": 256**2,
+    "max_pixels": 4096**2,
+    "patch_size": 16,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+DEFAULTS: dict[str, dict[str, Any]] = {  # by model_type
+    "paddleocr_vl": PADDLEOCR,
+    "qwen2_5_vl": QWEN,
+    "qwen3_vl": QWEN3,
+    "qwen3_vl_moe": QWEN3,
+    "qwen3_5": QWEN3,
+    "qwen3_5_moe": QWEN3,
+}
 
 
 class ImageError(ValueError):
@@ -60,7 +75,7 @@ class ImageProcessor:
         Raises ModelError for values that are not supported.
         """
         keys = read_json(directory / CONFIG)
-        if keys.get("model_type") not in DEFAULTS:
+        if keys.get("model_type") not in DEFAULTS or "vision_config" not in keys:
             return None
         found = [read_json(path) for name in PROCESSOR_FILES if (path := directory / name).exists()]
         own = (an_object(found[0], "image_processor") or found[0]) if found else {}

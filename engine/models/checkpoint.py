@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors needs
 import numpy as np
@@ -20,13 +19,12 @@ from engine.models.formats import Dense, Format, Fp8
 from engine.models.fp4 import with_fp4
 from engine.models.fp8 import Scaled, fp8_bytes, stacked, with_fp8
 from engine.models.gguf_model import read_gguf
-from engine.models.keys import ModelError, an_object, read_json
+from engine.models.keys import ModelError, read_json
 from engine.models.paddle_checkpoint import read_pdparams
 from engine.models.quantize import Codes
 from engine.models.stored import Stored
 from engine.models.weights import Part, Share, Weight
 
-VISION = "model.visual."  # tensor names of a vision tower
 WEIGHTS = ("model.safetensors", "model_state.pdparams")
 TABLE, LM_HEAD = TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 HEADS = ("lm_head.", "score.")  # tensor names with these prefixes do not get the prefix `model.`
@@ -248,16 +246,6 @@ def open_tensors(directory: Path) -> dict[str, Stored]:
     for path in paths:
         tensors |= _open(path)
     return with_fp8(with_fp4(_with_prefix(tensors)))
-
-
-def text_part(keys: Mapping[str, Any], tensors: dict[str, Stored]) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """Return config.json and the tensors of the language model alone, if the checkpoint also reads images (Qwen3.5)."""
-    if not isinstance(keys.get("model_type"), str) or not keys["model_type"].startswith("qwen3_5"):
-        return dict(keys), tensors
-    outer = {name: value for name, value in keys.items() if name not in ("text_config", "vision_config")}
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(VISION)}
-    renamed = {name.replace("model.language_model.", "model.", 1): tensor for name, tensor in kept.items()}
-    return outer | dict(an_object(keys, "text_config")) | {"model_type": keys["model_type"]}, renamed
 
 
 def _with_prefix(tensors: dict[str, Stored]) -> dict[str, Stored]:

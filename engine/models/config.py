@@ -53,6 +53,7 @@ class DecoderConfig(ABC):
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0  # logits become cap * tanh(logit / cap); 0: no cap
     takes_spans: bool = False  # embeddings of prompt spans replace token embeddings; positions may be 3-D
+    num_deepstack_layers: int = 0  # the first layers, behind which more features of prompt spans are added
     mixture: MixtureConfig | None = None  # the mixtures of experts of its layers
     num_mtp_layers: int = 0  # layers behind the decoder layers that only draft tokens (MTP)
     eagle3: Eagle3Head | None = None  # a head of its own checkpoint, which drafts tokens

@@ -14,6 +14,7 @@ from engine.models.keys import ModelError
 from engine.models.kv_cache import CacheLayout
 from engine.models.latent_attention import LatentAttention
 from engine.models.layers import (
+    EMBEDDING_ROWS,
     HIDDEN,
     LOGIT_ROWS,
     LOGITS,
@@ -111,6 +112,7 @@ class Decoder:
     norm: Norm
     head: Head
     has_states: bool = False
+    num_deepstack_layers: int = 0  # behind each of the first layers, features of prompt spans are added
     projections: tuple[tuple[int, Linear], ...] = ()  # each with the index of its layer
 
     @classmethod
@@ -127,6 +129,7 @@ class Decoder:
             layers=tuple(layer(Place(shard, i)) for i in range(config.num_layers)),
             norm=norm.of(config, top, "norm"),
             head=Head.of(config, embedding, head_format(shard.format, shard.dtype)),
+            num_deepstack_layers=config.num_deepstack_layers,
         )
 
     @property
@@ -153,7 +156,8 @@ class Decoder:
         is_3d = {rotary.axes is not None for rotary in found_in(self, Rotary)}
         if len(is_3d) > 1:
             raise ModelError("config.json: mrope_section must be given for all layers or for none")
-        shapes: dict[str, tuple[int | None, ...]] = {SPAN_EMBEDDINGS: (None, self.embedding.table.shape[1])}
+        width = self._size * (1 + self.num_deepstack_layers)
+        shapes: dict[str, tuple[int | None, ...]] = {SPAN_EMBEDDINGS: (None, width)}
         return shapes | {POSITIONS: (3, None)} if True in is_3d else shapes
 
     def __call__(self, run: Run) -> tuple[Tensor, ...]:
@@ -163,6 +167,9 @@ class Decoder:
             # After the last mixer, rows are independent of each other.
             selects = layer is self.layers[-1] and not self.has_states
             x, residual = layer(run, x, residual, run.inputs[LOGIT_ROWS] if selects else None)
+            if index < self.num_deepstack_layers:
+                features = run.inputs[EMBEDDING_ROWS], run.inputs[SPAN_EMBEDDINGS]
+                x = run.ops.add_gathered_rows(x, *features, column=(1 + index) * self._size)
         states, _ = self.norm(run, x, residual)
         if self.projections:
             return self.head(run, states), states, total
@@ -170,6 +177,11 @@ class Decoder:
             return self.head(run, states), states
         x = run.ops.gather_rows(states, run.inputs[LOGIT_ROWS])
         return self.head(run, x), x, states
+
+    @property
+    def _size(self) -> int:
+        """Return the size of a hidden state."""
+        return self.embedding.table.shape[1]
 
     def _projected(self, run: Run, layer: int, entering: tuple[Tensor, Tensor | None], total: Tensor | None) -> Tensor:
         """Return the sum of the projections up to those of what enters a layer: its input and the residual."""

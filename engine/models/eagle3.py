@@ -122,8 +122,6 @@ class WithHead(NamedTuple):
 
 def with_eagle3(model: DecoderConfig, checkpoint: Checkpoint | None, directory: Path) -> WithHead:
     """Return the model with the head in a folder. Raises ModelError if they do not fit together."""
-    if model.takes_spans:
-        raise ModelError("config.json: the model reads images, for which no EAGLE-3 head is supported")
     try:
         head = Eagle3Head.read(read_json(directory / "config.json"), model)
         if checkpoint is None:
@@ -207,7 +205,8 @@ class Eagle3Decoder(DraftDecoder):
             qkv_proj=_of_two_inputs(attention.qkv_proj, config.hidden_size),
             rotary=replace(attention.rotary, inv_freq=replace(rotary, name=f"{PREFIX}{rotary.name}")),
         )
-        embedding = Embedding.of(config, top) if head.has_table else replace(embedding, multiplier=1.0)
+        embedding = replace(embedding, multiplier=1.0, takes_spans=False)  # as the MTP layer, without those of images
+        embedding = Embedding.of(config, top) if head.has_table else embedding
         vocab = (Share.whole(head.draft_vocab_size), Share.whole(config.hidden_size))
         table = Weight(
             f"{PREFIX}lm_head.weight",

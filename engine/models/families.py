@@ -36,6 +36,7 @@ from engine.models.qwen3_5 import Qwen35
 from engine.models.qwen3_5_moe import Qwen35Moe
 from engine.models.qwen3_moe import Qwen3Moe
 from engine.models.qwen3_next import Qwen3Next
+from engine.models.qwen3_vl import Qwen3Vl, Qwen3VlMoe
 from engine.models.smollm3 import SmolLm3
 from engine.models.starcoder2 import Starcoder2
 
@@ -81,6 +82,8 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
     "granitemoe": GraniteMoe,
     "paddleocr_vl": PaddleOcrVl,
     "qwen2_5_vl": Qwen25Vl,
+    "qwen3_vl": Qwen3Vl,
+    "qwen3_vl_moe": Qwen3VlMoe,
 }
 
 

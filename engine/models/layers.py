@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 Tensor = Any  # the array type of the ops that are used
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = "token_ids", "positions", "logit_rows"
 EMBEDDING_ROWS = "embedding_rows"  # i32 [T]: row of SPAN_EMBEDDINGS that replaces a token's embedding; -1: none
-SPAN_EMBEDDINGS = "span_embeddings"  # f32 [E, H]
+# f32 [E, H], or [E, (1 + n) H]: behind each embedding what is added behind the first n layers (DeepStack)
+SPAN_EMBEDDINGS = "span_embeddings"
 ROWS = ("query_starts", "context_lens")  # the tokens of each request, and how many it has in the cache
 LOGITS, HIDDEN = "logits", "hidden"  # names of outputs
 STATES = "states"  # output f32 [T, H]: the last hidden states of all tokens, if a layer drafts from them

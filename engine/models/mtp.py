@@ -89,9 +89,10 @@ class MtpFamily(DecoderConfig):
         """Return the decoder layer at a place."""
 
     def with_mtp_layer(self: Family) -> Family:
-        """Return the configuration with one more layer, the one that drafts."""
+        """Return the configuration with one more layer, the one that drafts. It reads the placeholders of images, whose
+        embeddings would only make drafts better."""
         mixture = self.mixture and replace(self.mixture, layers=(*self.mixture.layers, self._layout.has_mixture))
-        return replace(self, mixture=mixture, windows=(), slides=())
+        return replace(self, mixture=mixture, windows=(), slides=(), takes_spans=False)
 
     @property
     def _layout(self) -> MtpLayout:

@@ -39,5 +39,5 @@ class PaddleOcrVl(VisionFamily, Ernie45):
         keys["rope_scaling"] = {**MROPE, **an_object(keys, "rope_scaling")}
         return read_decoder(cls, keys, {"use_bias": bool(keys.get("use_bias")), "vision": vision})
 
-    def tower(self, shard: Shard) -> VisionTower:
-        return siglip(self.vision, shard)
+    def tower(self, vision: VisionConfig, shard: Shard) -> VisionTower:
+        return siglip(vision, shard)

@@ -8,9 +8,8 @@ from typing import Any
 
 from engine.models.config import read_decoder
 from engine.models.keys import an_object, whole_number
-from engine.models.mixture_config import refuse_other_values
 from engine.models.qwen2 import Qwen2, upper_windows
-from engine.models.qwen_vision import qwen_vision
+from engine.models.qwen_vision import qwen2_5_vision, read_qwen_vision
 from engine.models.vision import VisionConfig, VisionFamily, VisionTower
 from engine.models.weights import Shard
 
@@ -23,19 +22,13 @@ class Qwen25Vl(VisionFamily, Qwen2):
     def read(cls, keys: Mapping[str, Any]) -> Qwen25Vl:
         keys = {**an_object(keys, "text_config"), **keys}
         given = an_object(keys, "vision_config")
-        size = whole_number(keys, "hidden_size")
-        refuse_other_values(given, hidden_act="silu", in_channels=3, in_chans=3, out_hidden_size=size)
         unit = whole_number(given, "patch_size", 14) * whole_number(given, "spatial_merge_size", 2)
         own = {
-            "num_layers": whole_number(given, "depth"),
-            "num_heads": whole_number(given, "num_heads"),
-            "temporal_patch_size": whole_number(given, "temporal_patch_size", 2),
             "window": whole_number(given, "window_size", 112) // unit,
             "full_layers": tuple(given.get("fullatt_block_indexes", (7, 15, 23, 31))),
-            "epsilon": 1e-6,
         }
-        vision = VisionConfig.read(keys, own)
+        vision = read_qwen_vision(keys, own, hidden_act="silu")
         return read_decoder(cls, keys, {"windows": upper_windows(keys), "vision": vision})
 
-    def tower(self, shard: Shard) -> VisionTower:
-        return qwen_vision(self.vision, shard)
+    def tower(self, vision: VisionConfig, shard: Shard) -> VisionTower:
+        return qwen2_5_vision(vision, shard)

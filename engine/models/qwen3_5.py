@@ -1,4 +1,4 @@
-"""Qwen3.5: three layers of Gated DeltaNet before each layer of attention, whose output has a gate. Text only."""
+"""Qwen3.5: three layers of Gated DeltaNet before each layer of attention, whose output has a gate, and a tower."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from engine.models.experts import mlp_of
 from engine.models.gated_delta_net import DeltaNetOptions, GatedDeltaNet
 from engine.models.keys import an_object, whole_number
 from engine.models.layers import Place
-from engine.models.mixture_config import MixtureConfig, refuse_other_values
+from engine.models.mixture_config import refuse_other_values
 from engine.models.mtp import QWEN, MtpFamily
+from engine.models.qwen_vision import Qwen3VisionFamily, read_qwen3_vision
 from engine.models.weights import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen35(MtpFamily):
+class Qwen35(Qwen3VisionFamily, MtpFamily):
     """Configuration of a dense Qwen3.5 model."""
 
     are_linear: tuple[bool, ...]  # of each layer: whether it is Gated DeltaNet
@@ -32,6 +33,7 @@ class Qwen35(MtpFamily):
     def read(cls, keys: Mapping[str, Any]) -> Qwen35:
         keys = {**cls.defaults, **keys, **an_object(keys, "text_config")}
         refuse_other_values(keys, attention_bias=False)
+        keys, of_tower = read_qwen3_vision(keys, (11, 11, 10))  # the sections that transformers has by default
         interval = whole_number(keys, "full_attention_interval", 4)
         kinds = layer_kinds(keys, ("full_attention", "linear_attention"), lambda layer: (layer + 1) % interval != 0)
         own = {
@@ -39,13 +41,9 @@ class Qwen35(MtpFamily):
             "are_linear": tuple(kind == "linear_attention" for kind in kinds),
             "delta_net": DeltaNetOptions.read(keys, cls.is_grouped),
             "mixture": cls.mixture_of(keys),
+            **of_tower,
         }
         return read_decoder(cls, keys, own, head_dim=256)
-
-    @classmethod
-    def mixture_of(cls, keys: Mapping[str, Any]) -> MixtureConfig | None:
-        """Return the mixtures of experts of the model, or None if it has none."""
-        return None
 
     def with_mtp_layer(self) -> Qwen35:
         return replace(super().with_mtp_layer(), are_linear=(*self.are_linear, False))

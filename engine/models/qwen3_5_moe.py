@@ -1,4 +1,4 @@
-"""Qwen3.5 with mixtures of experts, which have a gated shared expert. Text only."""
+"""Qwen3.5 with mixtures of experts, which have a gated shared expert."""
 
 from __future__ import annotations
 

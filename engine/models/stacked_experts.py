@@ -4,8 +4,9 @@ transposed, have rows of gates and of `up` by turns, or hold 4-bit floats (MXFP4
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,13 +85,14 @@ def _granite(tensors: dict[str, Stored]) -> dict[str, Stored]:
     return made
 
 
-def _gates_first(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Read `gate_up_proj` [E, 2 F, H], gates first, and `down_proj` [E, H, F]."""
+def _gates_first(tensors: dict[str, Stored], is_transposed: bool = False) -> dict[str, Stored]:
+    """Read `gate_up_proj` [E, 2 F, H], gates first, and `down_proj` [E, H, F], or both transposed."""
     made: dict[str, Stored] = {}
     for name, stored in tensors.items():
         block, _, end = name.rpartition(".experts.")
         if end in ("gate_up_proj", "down_proj"):
-            made |= dict(_unstacked(block, stored, PROJECTIONS[:2] if "gate" in end else PROJECTIONS[2:], "weight"))
+            projections = PROJECTIONS[:2] if "gate" in end else PROJECTIONS[2:]
+            made |= dict(_unstacked(block, stored, projections, "weight", is_transposed=is_transposed))
         else:
             made[name] = stored
     return made
@@ -149,9 +151,10 @@ def _unstacked(  # noqa: PLR0913 - describes one tensor
             yield f"{block}.experts.{expert}.{projection}.{end}", OfExpert(stored, expert, rows, is_transposed)
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, Callable[[dict[str, Stored]], dict[str, Stored]]] = {
     "granitemoe": _granite,
     "gpt_oss": _gpt_oss,
     "ernie4_5_moe": _ernie,
+    "qwen3_vl_moe": partial(_gates_first, is_transposed=True),
     **dict.fromkeys(("mistral4", "qwen3_5_moe", "qwen3_5_moe_text"), _gates_first),
 }

@@ -64,9 +64,9 @@ FAMILIES = (
     FamilySupport("seed_oss", "Seed-OSS"),
     FamilySupport("smollm3", "SmolLM3"),
     FamilySupport("starcoder2", "StarCoder2"),
-    FamilySupport("qwen3_5", "Qwen3.5, Qwen3.6, Qwen3.8, dense models; text only"),
+    FamilySupport("qwen3_5", "Qwen3.5, Qwen3.6, Qwen3.8, dense models; images on CPUs"),
     FamilySupport("qwen3_5_text", "the same as text-only checkpoints"),
-    FamilySupport("qwen3_5_moe", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B); text only"),
+    FamilySupport("qwen3_5_moe", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B); images on CPUs"),
     FamilySupport("qwen3_5_moe_text", "the same as text-only checkpoints"),
     FamilySupport("qwen3_next", "Qwen3-Next, Qwen3-Coder-Next"),
     FamilySupport("deepseek_v2", "DeepSeek V2", has_int8_cache=False),
@@ -86,6 +86,8 @@ FAMILIES = (
     FamilySupport("granitemoe", "Granite 3 with experts"),
     FamilySupport("paddleocr_vl", "PaddleOCR-VL (0.9B)", ONLY_CPUS),
     FamilySupport("qwen2_5_vl", "Qwen2.5-VL", ONLY_CPUS),
+    FamilySupport("qwen3_vl", "Qwen3-VL, dense models", ONLY_CPUS),
+    FamilySupport("qwen3_vl_moe", "Qwen3-VL with experts (30B-A3B, 235B-A22B)", ONLY_CPUS),
 )
 PRECISIONS = (
     PrecisionSupport("32-bit float", "DTYPE=float32", ("dtype", "float32"), EVERYWHERE),

@@ -26,6 +26,7 @@ WINDOW_ENDS = "window_ends"  # i32 [B]: the end of each window, for towers with 
 GRID_ROWS, GRID_WEIGHTS = "grid_rows", "grid_weights"  # i32 and f32 [T, 4]: of learned positions
 TOKEN_ROWS = "token_rows"  # i32 [S, merge_size²]: the patches of each token
 EMBEDDINGS = "embeddings"  # output f32 [S, hidden size of the decoder]
+DEEPSTACK = "deepstack_{}"  # outputs of the same shape: what is added behind the first layers of the decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class VisionConfig:
     window: int = 0  # tokens in each direction of a window; 0: every layer attends to the whole image
     full_layers: tuple[int, ...] = ()  # layers without windows
     grid_size: int = 0  # learned positions in each direction; 0: none
+    aligns_corners: bool = False  # the learned positions of the corners are those of the corner patches
+    deepstack: tuple[int, ...] = ()  # layers whose outputs are also merged for the decoder
 
     @classmethod
     def read(cls, keys: Mapping[str, Any], own: Mapping[str, Any]) -> VisionConfig:
@@ -73,6 +76,19 @@ class VisionConfig:
 
 
 @dataclass(frozen=True)
+class VisionLayout:
+    """Layout of the layers of a tower: the class of their norms, and the names of their tensors in the checkpoint."""
+
+    norm: type[Norm]
+    norms: tuple[str, str]  # before attention and before the MLP
+    qkv: tuple[str, ...]  # stacked by the checkpoint, or one tensor each
+    projection: str
+    up: tuple[str, ...]  # two: the gate and what it multiplies
+    down: str
+    activation: str  # name of an op
+
+
+@dataclass(frozen=True)
 class VisionMlp:
     """MLP of a tower: `down(activation(up(x)))`. `activation` is the name of an op, which may be gated."""
 
@@ -97,6 +113,27 @@ class VisionLayer:
     ends: str  # the input with the ends of the segments that it attends to
     is_bf16: bool
 
+    @classmethod
+    def of(cls, config: VisionConfig, place: Place, layout: VisionLayout, ends: str = SEGMENT_ENDS) -> VisionLayer:
+        """Build the layer at a place."""
+        size, inner = config.hidden_size, config.intermediate_size
+        norms = [vision_norm(layout.norm, place, name, size, config.epsilon) for name in layout.norms]
+        mlp = VisionMlp(
+            dense(place, "up", layout.up, (inner, size)),
+            dense(place, "down", (layout.down,), (size, inner)),
+            layout.activation,
+        )
+        return cls(
+            attention_norm=norms[0],
+            qkv=dense(place, "qkv", layout.qkv, (3 * size // len(layout.qkv), size)),
+            projection=dense(place, "proj", (layout.projection,), (size, size)),
+            mlp_norm=norms[1],
+            mlp=mlp,
+            num_heads=config.num_heads,
+            ends=ends,
+            is_bf16=place.shard.dtype != "float32",
+        )
+
     def __call__(self, run: Run, x: Tensor, residual: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output of the MLP, which the caller has to add to the residual, and the residual."""
         x, residual = self.attention_norm(run, x, residual)
@@ -108,9 +145,22 @@ class VisionLayer:
         return self.mlp(run, x), residual
 
 
+@dataclass(frozen=True)
+class DeepStackMerger:
+    """Projector of the output of one layer, which merges the patches of a token and normalizes them together."""
+
+    layer: int
+    norm: Norm
+    merge: tuple[Linear, Linear]
+
+    def __call__(self, run: Run, x: Tensor) -> Tensor:
+        return _projected(run, self.merge, self.norm.alone(run, _merged(run, x)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionTower:
-    """A tower with the projector to the decoder's embeddings, which merges the patches of a token."""
+    """A tower with the projector to the decoder's embeddings, which merges the patches of a token. With `deepstack`, it
+    also returns projections of the outputs of some layers."""
 
     patch_embedding: Linear
     layers: tuple[VisionLayer, ...]
@@ -119,6 +169,7 @@ class VisionTower:
     inv_freq: Constant
     axes: Constant
     grid: Weight | None = None  # learned positions
+    deepstack: tuple[DeepStackMerger, ...] = ()
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -129,7 +180,7 @@ class VisionTower:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Return the names of the outputs, in the order in which a call returns them."""
-        return (EMBEDDINGS,)
+        return (EMBEDDINGS, *(DEEPSTACK.format(index) for index in range(len(self.deepstack))))
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -156,31 +207,43 @@ class VisionTower:
             x = run.ops.add(x, learned)
         arrays = (run.inputs[POSITIONS], run.params[self.inv_freq.name], run.params[self.axes.name])
         angles = run.ops.mrope_angles(*arrays, attention_scaling=1.0)
-        for layer in self.layers:
+        features = []
+        for index, layer in enumerate(self.layers):
             x, residual = layer(run, x, residual, angles)
+            features += [each(run, run.ops.add(x, residual)) for each in self.deepstack if each.layer == index]
         first, *others = self.norms
         x, _ = first(run, x, residual)
         for norm in others:
             x = norm.alone(run, x)
-        before, behind = self.merge
-        x = before(run, run.ops.concat_rows(x, run.inputs[TOKEN_ROWS]))
-        return (behind(run, run.ops.gelu_erf(x)),)
+        return _projected(run, self.merge, _merged(run, x)), *features
+
+
+def _merged(run: Run, x: Tensor) -> Tensor:
+    """Return the patches of each token side by side."""
+    return run.ops.concat_rows(x, run.inputs[TOKEN_ROWS])
+
+
+def _projected(run: Run, merge: tuple[Linear, Linear], x: Tensor) -> Tensor:
+    return merge[1](run, run.ops.gelu_erf(merge[0](run, x)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionFamily(DecoderConfig):
     """Configuration of a family whose models read images."""
 
-    vision: VisionConfig
+    vision: VisionConfig | None = None  # None: the checkpoint has no tower
     takes_spans: bool = True
 
-    def tower(self, shard: Shard) -> VisionTower:
+    def tower(self, vision: VisionConfig, shard: Shard) -> VisionTower:
         """Return the tower. `shard` is that of a rank that has the whole of it."""
         raise NotImplementedError
 
     def networks(self, shard: Shard) -> dict[str, Network]:
+        networks = super().networks(shard)
+        if self.vision is None:
+            return networks
         whole = replace(shard, format=FORMATS[shard.dtype], rank=0, num_ranks=1)
-        return {**super().networks(shard), VISION_GRAPH: self.tower(whole)}
+        return {**networks, VISION_GRAPH: self.tower(self.vision, whole)}
 
 
 def axial_rope(config: VisionConfig) -> tuple[Constant, Constant]:

@@ -13,14 +13,17 @@ import numpy as np
 from engine.models.keys import an_object
 from engine.models.stored import Stored, slices
 
-READS_IMAGES = ("paddleocr_vl", "qwen2_5_vl")  # values of model_type
+# Values of model_type; checkpoints of the second ones may have no tower, or one that config.json does not describe
+READS_IMAGES = ("paddleocr_vl", "qwen2_5_vl")
+MAY_READ_IMAGES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 # The names of released checkpoints and those of transformers 5 -> the names of the networks
 NAMES = (
     (r"^model\.language_model\.", "model."),
     (r"^model\.(visual|projector)\.", r"\1."),
     (r"^mlp_AR\.", "projector."),
 )
-UNUSED = ("visual.vision_model.head.", "visual.vision_model.embeddings.packing_position_embedding.")
+TOWER = "visual."
+UNUSED: tuple[str, ...] = ("visual.vision_model.head.", "visual.vision_model.embeddings.packing_position_embedding.")
 PATCH_EMBEDDINGS = ("patch_embedding.weight", "patch_embed.proj.weight")
 
 
@@ -44,17 +47,27 @@ class Flattened:
 
 def with_tower(keys: Mapping[str, Any], tensors: dict[str, Stored]) -> tuple[dict[str, Any], dict[str, Stored]]:
     """Return config.json with the keys of the language model at the top, and the tensors by the names of the
-    networks. Those of models that read no images are returned as they are."""
-    if keys.get("model_type") not in READS_IMAGES:
+    networks. Those of models that read no images are returned as they are. A tower that config.json does not describe
+    is left out, and so is the description of a tower without tensors, if the language model can do without."""
+    model_type = keys.get("model_type")
+    if model_type not in READS_IMAGES + MAY_READ_IMAGES:
         return dict(keys), tensors
     outer = {name: value for name, value in keys.items() if name != "text_config"}
     named = {_name_of(name): tensor for name, tensor in tensors.items()}
+    unused = UNUSED
+    if model_type in MAY_READ_IMAGES and not ("vision_config" in keys and any(map(_is_of_tower, named))):
+        outer.pop("vision_config", None)
+        unused = (TOWER,)
     kept: dict[str, Stored] = {
         name: Flattened(tensor) if name.endswith(PATCH_EMBEDDINGS) else tensor
         for name, tensor in named.items()
-        if not name.startswith(UNUSED)
+        if not name.startswith(unused)
     }
     return {**an_object(keys, "text_config"), **outer}, kept
+
+
+def _is_of_tower(tensor: str) -> bool:
+    return tensor.startswith(TOWER)
 
 
 def _name_of(tensor: str) -> str:

@@ -41,7 +41,7 @@ def tower_inputs(config: VisionConfig, patches: np.ndarray, grid: Grid) -> dict[
         inputs[WINDOW_ENDS] = window_ends * per_token
     if config.grid_size:
         sizes = rows * config.merge_size, columns * config.merge_size
-        inputs |= _grid_inputs(positions[1:], sizes, config.grid_size)
+        inputs |= _grid_inputs(positions[1:], sizes, config)
     return inputs
 
 
@@ -58,13 +58,15 @@ def _windows(window: int, rows: int, columns: int) -> tuple[np.ndarray, np.ndarr
     return np.concatenate(parts), np.cumsum([len(part) for part in parts], dtype=np.int32)
 
 
-def _grid_inputs(positions: np.ndarray, sizes: tuple[int, int], grid_size: int) -> dict[str, np.ndarray]:
+def _grid_inputs(positions: np.ndarray, sizes: tuple[int, int], config: VisionConfig) -> dict[str, np.ndarray]:
     """Return the four learned positions around each patch, and their weights: the grid of learned positions is
-    resampled to that of the patches, bilinearly, with the centers of cells at halves."""
-    taps, weights = [], []
-    for position, size in zip(positions, sizes, strict=True):
-        place = (position.astype(np.float32) + np.float32(0.5)) * np.float32(grid_size) / np.float32(size)
-        place -= np.float32(0.5)
+    resampled to that of the patches, bilinearly, with the centers of cells at halves or the corners on one another."""
+    taps, weights, grid_size = [], [], config.grid_size
+    for position, size in zip(positions.astype(np.float32), sizes, strict=True):
+        if config.aligns_corners:
+            place = position * np.float32(grid_size - 1) / np.float32(max(size - 1, 1))
+        else:
+            place = (position + np.float32(0.5)) * np.float32(grid_size) / np.float32(size) - np.float32(0.5)
         before = np.floor(place)
         share = place - before
         taps.append(np.clip(np.stack([before, before + 1], axis=1), 0, grid_size - 1).astype(np.int32))

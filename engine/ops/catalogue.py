@@ -213,9 +213,10 @@ PLAIN = (  # of models without mixtures of experts
     ),
     op(
         "replace_rows",
-        "x [T, H], rows i32 [T], values [E, H]",
+        "x [T, H], rows i32 [T], values [E, W]",
         "y [T, H]",
-        formula="`y[t] = values[rows[t]]`, and `x[t]` where `rows[t]` is -1.",
+        formula="`y[t]` is the first H values of `values[rows[t]]`, and `x[t]` where `rows[t]` is -1.",
+        requires=("H <= W",),
         cuda="pointwise",
     ),
     op(

@@ -1,4 +1,4 @@
-"""The ops of vision networks: a part of the catalogue."""
+"""The ops of vision networks, and of what decoders do with their features: a part of the catalogue."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ VISION_OPS = (
         "`y[s]` is the rows `x[rows[s, 0]]`, `x[rows[s, 1]]`, .. side by side: patches that are merged into a token.",
         ids_below=(("rows", "T"),),
         header="concat_rows.h",
+    ),
+    Op(
+        "add_gathered_rows",
+        arrays("x [T, H], rows i32 [T], values [E, W]"),
+        arrays("y [T, H]"),
+        attributes("column int"),
+        "`y[t] = x[t] + values[rows[t], column .. column + H − 1]`, and `x[t]` where `rows[t]` is -1: features of an"
+        " image that are added behind a layer of the decoder (DeepStack; Meng et al., 2024).",
+        requires=("0 <= column", "column + H <= W"),
+        header="add_gathered_rows.h",
+        cuda="pointwise",
     ),
     Op(
         "gelu_erf",

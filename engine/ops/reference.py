@@ -17,10 +17,16 @@ from engine.dtypes import FP8_BLOCK, as_f32, from_bf16, from_fp8, scale_bytes, t
 from engine.ops.reference_experts import add_gated, expert_ops, moe_route
 from engine.ops.reference_sampling import sample
 from engine.ops.reference_states import causal_conv, gated_delta_rule, gated_rms_norm, sigmoid_gate
-from engine.ops.reference_vision import bidirectional_attention, concat_rows, gelu_erf, interpolate_rows
+from engine.ops.reference_vision import (
+    add_gathered_rows,
+    bidirectional_attention,
+    concat_rows,
+    gelu_erf,
+    interpolate_rows,
+)
 
 __all__ = ["add_gated", "causal_conv", "gated_delta_rule", "gated_rms_norm", "moe_route", "sample", "sigmoid_gate"]
-__all__ += ["bidirectional_attention", "concat_rows", "gelu_erf", "interpolate_rows"]
+__all__ += ["add_gathered_rows", "bidirectional_attention", "concat_rows", "gelu_erf", "interpolate_rows"]
 
 LARGEST = np.float32(127)  # code of an activation
 LARGEST_FP8 = np.float32(448)
@@ -432,7 +438,7 @@ def rotate_heads(
 
 def replace_rows(x: np.ndarray, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     y, is_replaced = x.copy(), rows >= 0
-    y[is_replaced] = values[rows[is_replaced]]
+    y[is_replaced] = values[rows[is_replaced], : x.shape[1]]
     return y
 
 

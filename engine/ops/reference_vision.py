@@ -55,6 +55,12 @@ def concat_rows(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return x[rows].reshape(len(rows), -1)
 
 
+def add_gathered_rows(x: np.ndarray, rows: np.ndarray, values: np.ndarray, *, column: int) -> np.ndarray:
+    y, is_changed = x.copy(), rows >= 0
+    y[is_changed] += values[rows[is_changed], column : column + x.shape[1]]
+    return y
+
+
 def gelu_erf(x: np.ndarray) -> np.ndarray:
     wide = x.astype(np.float64)
     return (wide * (1 + np.vectorize(math.erf, otypes=[np.float64])(wide / math.sqrt(2))) / 2).astype(np.float32)

@@ -95,6 +95,17 @@ def test_replaced_rows_are_those_of_the_values(ops, rng, width):
     assert np.array_equal(of_bf16, reference.replace_rows(to_bf16(x), rows, to_bf16(values)))
 
 
+@pytest.mark.parametrize("width", [1, 33, 2050])
+def test_rows_of_wider_values_are_replaced_and_added(ops, rng, width):
+    x, values = floats(rng, 7, width), floats(rng, 3, 3 * width)
+    rows, none = np.array([-1, 2, 0, -1, 0, 1, -1], np.int32), np.full(7, -1, np.int32)
+    assert np.array_equal(ops.replace_rows(x, rows, values), reference.replace_rows(x, rows, values))
+    for column in (0, 2 * width):
+        added = ops.add_gathered_rows(x, rows, values, column=column)
+        assert_close(added, reference.add_gathered_rows(x, rows, values, column=column))
+    assert np.array_equal(ops.add_gathered_rows(x, none, values[:0], column=width), x)
+
+
 def test_elementwise_ops_of_families(ops, rng):
     x, y = floats(rng, 5, 70) * 3, floats(rng, 5, 70)
     for name in ("gelu", "geglu"):

@@ -11,23 +11,34 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers.models.paddleocr_vl import image_processing_pil_paddleocr_vl as paddleocr
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen
 
-from tests.images import SIZES, SMALL, STRIDE, an_image
+from tests.images import PROCESSORS, SIZES, SMALL, STRIDE, an_image
 
-MODULES = {"paddleocr_vl": paddleocr, "qwen2_5_vl": qwen}
+MODULES = {"paddleocr_vl": paddleocr}  # others: qwen
+QWEN3 = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # as released
+QWEN3_LIMITS = {"factor": 32, "min_pixels": 256**2, "max_pixels": 4096**2}
+
+
+def processor_of(model_type: str) -> Any:
+    """Return the slow image processor of a family, for few pixels."""
+    module = MODULES.get(model_type, qwen)
+    kind = next(kind for name, kind in vars(module).items() if name.endswith("ImageProcessorPil"))
+    return kind(**SMALL, **(QWEN3 if model_type.startswith("qwen3") else {}))
 
 
 def resized_sizes(model_type: str) -> list[tuple[int, int, int, int]]:
     """Return sizes before and after resizing; zeros where transformers refuses the size."""
-    rng, rows = random.Random(3), []
+    rng, rows, resized = random.Random(3), [], MODULES.get(model_type, qwen).smart_resize
+    limits = QWEN3_LIMITS if model_type.startswith("qwen3") else {}
     for _ in range(2000):
         height, width = (int(2 ** rng.uniform(0, 13)) for _ in range(2))
         try:
-            rows.append((height, width, *MODULES[model_type].smart_resize(height, width)))
+            rows.append((height, width, *resized(height, width, **limits)))
         except ValueError:
             rows.append((height, width, 0, 0))
     return rows
@@ -35,11 +46,11 @@ def resized_sizes(model_type: str) -> list[tuple[int, int, int, int]]:
 
 def main() -> None:
     arrays = {}
-    for model_type, module in MODULES.items():
-        kind = next(kind for name, kind in vars(module).items() if name.endswith("ImageProcessorPil"))
+    for model_type in PROCESSORS:
+        process = processor_of(model_type)
         for height, width in SIZES:
             try:
-                made = kind(**SMALL)(an_image(height, width), return_tensors="np")["pixel_values"]
+                made = process(an_image(height, width), return_tensors="np")["pixel_values"]
             except ValueError:
                 made = np.zeros((0, 0))
             arrays[f"{model_type}_{height}_{width}"] = made.astype(np.float16).ravel()[::STRIDE]

@@ -19,9 +19,8 @@ import transformers
 
 from tests.family_checkpoints import SEEDS, config_of, make_checkpoint
 from tests.golden.make_families import MADE_WITH, NUM_ROWS, NUM_TOKENS
-from tests.golden.make_image_processors import MODULES
-from tests.images import PROMPTS, SMALL, an_image, token_ids_of
-from tests.vision_checkpoints import VISION_FAMILIES
+from tests.golden.make_image_processors import processor_of
+from tests.images import MODEL_TYPES, PROMPTS, an_image, token_ids_of
 
 FOLDER = Path(__file__).parent / "images"
 
@@ -29,15 +28,16 @@ FOLDER = Path(__file__).parent / "images"
 def answer(model: torch.nn.Module, family: str, parts: list) -> tuple[np.ndarray, list[int], np.ndarray, float]:
     """Return the log-probabilities at the prompt's last positions, the tokens that follow, the embeddings of the images
     and the closest call between two tokens. The pixels are those of the slow image processor of transformers."""
-    kind = next(kind for name, kind in vars(MODULES[family]).items() if name.endswith("ImageProcessorPil"))
     images = [an_image(*part) for part in parts if isinstance(part, tuple)]
-    made = {name: torch.tensor(array) for name, array in kind(**SMALL)(images, return_tensors="np").items()}
+    made = {name: torch.tensor(array) for name, array in processor_of(family)(images, return_tensors="np").items()}
     made["pixel_values"] = made["pixel_values"].float()
     ids = torch.tensor([token_ids_of(family, parts)])
     types = (ids == model.config.image_token_id).int()
     out = model(ids, **made, mm_token_type_ids=types, use_cache=True)
     logprobs, tokens, gap = out.logits[0, -NUM_ROWS:].log_softmax(-1).numpy(), [], float("inf")
-    embeddings = torch.cat(list(model.model.get_image_features(**made).pooler_output)).numpy()
+    found = model.model.get_image_features(**made)
+    features = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+    embeddings = torch.cat([torch.cat(list(each)) for each in features], dim=1).numpy()
     for _ in range(NUM_TOKENS):
         best = out.logits[0, -1].topk(2)
         gap = min(gap, float(best.values[0] - best.values[1]))
@@ -50,7 +50,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     FOLDER.mkdir(exist_ok=True)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        for family in sys.argv[1:] or VISION_FAMILIES:
+        for family in sys.argv[1:] or MODEL_TYPES:
             directory = make_checkpoint(Path(folder) / family, family, SEEDS[family])
             network = getattr(transformers, config_of(family)["architectures"][0])
             model = network.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()

@@ -70,7 +70,7 @@ class CpuExecutor:
         self.takes_spans = self._slots.spans is not None
         self.num_steps = 0  # that have ended
         self.thread = ThreadPoolExecutor(1, "step")  # speculative decoding drafts in it, too
-        has_tower = self._is_first and VISION_GRAPH in model.graphs
+        has_tower = self._is_first and config.enable_mm and VISION_GRAPH in model.graphs
         self.vision = CpuVisionEncoder(graph_dir, membership.rank, self.thread) if has_tower else None
         log.info("graph loaded, %d threads, %s", cpu.num_threads(), cpu.cpu_isa())
 

@@ -18,7 +18,7 @@ from engine.executors.cpu.program import CpuProgram, RowInputs
 from engine.images.processor import ImageProcessor
 from engine.models.families import read_model
 from engine.models.keys import read_json
-from engine.models.vision import EMBEDDINGS, PATCHES, SEGMENT_ENDS, TOKEN_ROWS, VISION_GRAPH, VisionFamily
+from engine.models.vision import PATCHES, SEGMENT_ENDS, TOKEN_ROWS, VISION_GRAPH, VisionFamily
 from engine.models.vision_inputs import tower_inputs
 from engine.ops.cpu.library import Counts
 
@@ -65,7 +65,7 @@ class CpuVisionEncoder:
     def __init__(self, graph_dir: Path, rank: int, thread: ThreadPoolExecutor):
         keys = read_json(graph_dir / "config.json")
         model, processor = read_model(keys), ImageProcessor.read(graph_dir)
-        assert isinstance(model, VisionFamily) and processor, "the export has a graph of a tower"
+        assert isinstance(model, VisionFamily) and model.vision and processor, "the export has a graph of a tower"
         self._config, self._processor, self._thread = model.vision, processor, thread
         self._program = VisionProgram(*graph.load(graph_dir, rank, VISION_GRAPH))
         self._span: PromptSpan | None = None
@@ -89,7 +89,7 @@ class CpuVisionEncoder:
             self._program.begin(self._inputs(span))
             self._has_begun = True
         outputs = self._program.advance(PART_S)
-        embeddings = None if outputs is None else outputs[EMBEDDINGS].tobytes()
+        embeddings = None if outputs is None else np.concatenate(list(outputs.values()), axis=1).tobytes()
         return EncodedPart(embeddings, time.monotonic())
 
     def _inputs(self, span: PromptSpan) -> dict[str, np.ndarray]:

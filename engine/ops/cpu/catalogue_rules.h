@@ -166,6 +166,10 @@ inline std::string check_values(const LlmReplaceRows& a) {
   return outside("replace_rows: rows", a.rows, a.T, a.E, -1);
 }
 
+inline std::string check_values(const LlmAddGatheredRows& a) {
+  return outside("add_gathered_rows: rows", a.rows, a.T, a.E, -1);
+}
+
 inline std::string check_values(const LlmBidirectionalAttention& a) {
   int32_t end = 0;
   for (int64_t b = 0; b < a.B && end >= 0; b++) end = a.segment_ends[b] < end ? -1 : a.segment_ends[b];

@@ -44,12 +44,22 @@ def mrope_angles(positions: Tensor, inv_freq: Tensor, axes: Tensor, *, attention
 
 
 def replace_rows(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Return `x` [T, H] with row rows[t] of `values` [E, H] in the place of row t, unless rows[t] is -1. The values are
-    rounded to the type of `x`."""
+    """Return `x` [T, H] with the beginning of row rows[t] of `values` [E, W] in the place of row t, unless rows[t]
+    is -1. The values are rounded to the type of `x`."""
+    return _with_rows(x, rows, values, 0, adds=False)
+
+
+def add_gathered_rows(x: Tensor, rows: Tensor, values: Tensor, *, column: int) -> Tensor:
+    """Return `x` [T, H] with the part from `column` on of row rows[t] of `values` [E, W] added to row t, unless rows[t]
+    is -1."""
+    return _with_rows(x, rows, values, column, adds=True)
+
+
+def _with_rows(x: Tensor, rows: Tensor, values: Tensor, column: int, adds: bool) -> Tensor:
     out = torch.empty_like(x)
     if len(x):
         grid = len(x), triton.cdiv(x.shape[1], BLOCK)
-        _replace_rows[grid](x, rows, values, out, x.shape[1], BLOCK, **PDL)
+        _insert_rows[grid](x, rows, values, out, x.shape[1], values.shape[1], column, adds, BLOCK, **PDL)
     return out
 
 
@@ -144,16 +154,21 @@ def _mrope_angles(positions, inv_freq, axes, out, num_tokens, half, attention_sc
 
 
 @kernel
-def _replace_rows(x, rows, embeddings, out, width, BLOCK: tl.constexpr):
+def _insert_rows(x, rows, embeddings, out, width, stride, column, ADDS: tl.constexpr, BLOCK: tl.constexpr):
     begin_next()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(rows + row).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    num_kept = tl.where(source < 0, width, 0)
+    num_values = tl.where(source < 0, 0, width)
+    num_kept = width if ADDS else width - num_values
     kept = tl.load(x + row * width + columns, mask=columns < num_kept, other=0)
-    values = tl.load(embeddings + source * width + columns, mask=columns < width - num_kept, other=0)
-    tl.store(out + row * width + columns, tl.where(source < 0, kept, values.to(kept.dtype)), mask=columns < width)
+    values = tl.load(embeddings + source * stride + column + columns, mask=columns < num_values, other=0)
+    if ADDS:
+        made = (kept.to(tl.float32) + values.to(tl.float32)).to(kept.dtype)
+    else:
+        made = tl.where(source < 0, kept, values.to(kept.dtype))
+    tl.store(out + row * width + columns, made, mask=columns < width)
 
 
 @kernel

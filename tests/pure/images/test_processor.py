@@ -7,7 +7,7 @@ import pytest
 
 from engine.images.processor import ImageError, ImageProcessor
 from engine.models.keys import ModelError
-from tests.images import MODEL_TYPES, SIZES, STRIDE, TOKENS, a_processor, an_image
+from tests.images import PROCESSORS, SIZES, STRIDE, TOKENS, a_processor, an_image
 
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "image_processors.npz")
 TOLERANCE = 1 / 255 / 0.25  # of a normalized colour: one step of 8 bits
@@ -21,7 +21,7 @@ def in_rows(patches: np.ndarray, grid: tuple[int, int, int], merge: int) -> np.n
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", PROCESSORS)
 def test_patches_are_those_of_transformers(model_type, size):
     processor, expected = a_processor(model_type), GOLDEN[f"{model_type}_{size[0]}_{size[1]}"]
     if not len(expected):
@@ -36,7 +36,7 @@ def test_patches_are_those_of_transformers(model_type, size):
     assert np.abs(patches.ravel()[::STRIDE] - expected.astype(np.float32)).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", PROCESSORS)
 def test_sizes_are_those_of_transformers(model_type):
     processor = ImageProcessor.of({"model_type": model_type, **TOKENS}, {})
     for height, width, *expected in GOLDEN[f"{model_type}_sizes"].tolist():
@@ -86,7 +86,9 @@ def test_settings_that_are_not_supported_are_named(own, message):
 def test_a_folder_of_a_text_model_has_no_processor(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     assert ImageProcessor.read(tmp_path) is None
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "image_token_id": 7}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5", "image_token_id": 7}')
+    assert ImageProcessor.read(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "image_token_id": 7, "vision_config": {}}')
     (tmp_path / "processor_config.json").write_text('{"image_processor": {"max_pixels": 4000}}')
     processor = ImageProcessor.read(tmp_path)
     assert (processor.image_token_id, processor.max_pixels, processor.min_pixels) == (7, 4000, 3136)

@@ -189,12 +189,16 @@ def test_mrope_angles_match_reference(isa, rows, half):
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(0, 3), (1, 1), (5, 33), (40, 1031)])
-def test_replace_rows_matches_reference(isa, rows, cols):
-    x, values = random(rows, cols), random(4, cols)
-    picked = np.random.default_rng(0).integers(-1, 4, rows, dtype=np.int32)
-    found = cpu.load(isa).replace_rows(x, picked, values)
-    assert np.array_equal(found, reference.replace_rows(x, picked, values))
-    assert np.array_equal(cpu.load(isa).replace_rows(x, np.full(rows, -1, np.int32), values[:0]), x)
+def test_rows_of_spans_match_the_reference(isa, rows, cols):
+    x, ops = random(rows, cols), cpu.load(isa)
+    picked, none = np.random.default_rng(0).integers(-1, 4, rows, dtype=np.int32), np.full(rows, -1, np.int32)
+    for width in (cols, 3 * cols):
+        values = random(4, width)
+        assert np.array_equal(ops.replace_rows(x, picked, values), reference.replace_rows(x, picked, values))
+        added = ops.add_gathered_rows(x, picked, values, column=width - cols)
+        assert np.array_equal(added, reference.add_gathered_rows(x, picked, values, column=width - cols))
+        assert np.array_equal(ops.replace_rows(x, none, values[:0]), x)
+        assert np.array_equal(ops.add_gathered_rows(x, none, values[:0], column=0), x)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(0, 3), (1, 1), (3, 8), (5, 33), (40, 1031)])

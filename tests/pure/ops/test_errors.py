@@ -68,6 +68,15 @@ ROUTE |= {"renormalize": 0, "epsilon": 0.0, "minimum": 0.0, "factor": 1.0, "firs
             lambda: cpu.replace_rows(f32(3, 2), i32(-1, 3, 4), f32(4, 2)),
             "replace_rows: rows holds 4, needs -1 .. 3",
         ),
+        (lambda: cpu.replace_rows(f32(3, 2), i32(-1, 3, 2), f32(4, 1)), "replace_rows: H is 2, W is 1, needs H <= W"),
+        (
+            lambda: cpu.add_gathered_rows(f32(3, 2), i32(-1, 3, 4), f32(4, 5), column=3),
+            "add_gathered_rows: rows holds 4, needs -1 .. 3",
+        ),
+        (
+            lambda: cpu.add_gathered_rows(f32(3, 2), i32(-1, 3, 2), f32(4, 5), column=4),
+            "add_gathered_rows: column is 4, H is 2, W is 5, needs column + H <= W",
+        ),
         (lambda: cpu.concat_rows(f32(5, 2), i32([0, 5])), "concat_rows: rows holds 5, needs 0 .. 4"),
         (
             lambda: cpu.interpolate_rows(f32(5, 2), i32([0, 4]), f32(1, 3)),

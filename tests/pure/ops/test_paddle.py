@@ -49,7 +49,8 @@ CALLS = {
     "all_reduce": ((random(5, 12),), {}),
     "all_gather": ((random(5, 12),), {"num_ranks": 1, "width": 11}),
     "gather_rows": ((random(5, 12), i32(4, 1)), {}),
-    "replace_rows": ((random(5, 12), i32(-1, 0, 1, -1, 0), random(2, 12)), {}),
+    "replace_rows": ((random(5, 12), i32(-1, 0, 1, -1, 0), random(2, 24)), {}),
+    "add_gathered_rows": ((random(5, 12), i32(-1, 0, 1, -1, 0), random(2, 36)), {"column": 12}),
     "mrope_angles": (
         (np.arange(9, dtype=np.int32).reshape(3, 3), random(4), i32(0, 1, 2, 0)),
         {"attention_scaling": 1.2},

@@ -1,0 +1,65 @@
+"""Families that read images: the networks that follow from config.json and tensors, and towers that are refused."""
+
+import pytest
+
+from engine.models.families import read_model
+from engine.models.formats import FLOAT32
+from engine.models.keys import ModelError
+from engine.models.vision_checkpoint import with_tower
+from engine.models.weights import Shard
+from tests.family_checkpoints import config_of
+
+SHARD = Shard(FLOAT32, "float32", block_size=64)
+TEXT, TOWER = "model.language_model.embed_tokens.weight", "model.visual.pos_embed.weight"
+
+
+def networks(keys):
+    model = read_model(keys)
+    return list(model.networks(SHARD)), model.takes_spans
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_family_reads_images_if_it_has_a_tower(family):
+    config = config_of(family, vision_config=config_of("qwen3_5")["vision_config"])
+    text, sections = config["text_config"], {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    config["text_config"] = {**text, "rope_parameters": {**text["rope_parameters"], **sections}}
+    assert networks(config) == (["decoder", "vision"], True)
+    keys, tensors = with_tower(config, {TEXT: 1, TOWER: 2})
+    assert networks(keys) == (["decoder", "vision"], True)
+    assert tensors == {"model.embed_tokens.weight": 1, "visual.pos_embed.weight": 2}
+    for found in ({TEXT: 1}, {TEXT: 1, TOWER: 2}):
+        described = {name: value for name, value in config.items() if len(found) == 1 or name != "vision_config"}
+        keys, tensors = with_tower(described, found)
+        assert networks(keys) == (["decoder"], False) and "vision_config" not in keys
+        assert tensors == {"model.embed_tokens.weight": 1}
+
+
+def test_the_layer_that_drafts_reads_text_alone():
+    config = config_of("qwen3_5")
+    mtp = read_model(config).with_mtp_layer()
+    assert not mtp.takes_spans and read_model(config).takes_spans
+
+
+@pytest.mark.parametrize(
+    ("family", "vision", "message"),
+    [
+        (
+            "qwen3_vl",
+            {"deepstack_visual_indexes": [2, 0]},
+            "indexes is .2, 0., supported are ascending layers",
+        ),
+        (
+            "qwen3_vl",
+            {"deepstack_visual_indexes": [0, 4]},
+            "indexes is .0, 4., supported are ascending layers",
+        ),
+        ("qwen3_vl", {"deepstack_visual_indexes": [0, 1, 2, 3]}, "num_hidden_layers is 4, it must be more than the 4"),
+        ("qwen3_vl", {"num_position_embeddings": 26}, "num_position_embeddings is 26, it must be a square"),
+        ("qwen3_vl", {"hidden_act": "silu"}, "hidden_act is 'silu', supported is 'gelu_pytorch_tanh'"),
+        ("qwen3_vl", {"out_hidden_size": 60}, "out_hidden_size is 60, supported is 64"),
+    ],
+)
+def test_towers_that_are_not_built_are_refused(family, vision, message):
+    config = config_of(family)
+    with pytest.raises(ModelError, match=message):
+        read_model({**config, "vision_config": {**config["vision_config"], **vision}})
