@@ -23,9 +23,11 @@ class Qwen25Vl(VisionFamily, Qwen2):
         keys = {**an_object(keys, "text_config"), **keys}
         given = an_object(keys, "vision_config")
         unit = whole_number(given, "patch_size", 14) * whole_number(given, "spatial_merge_size", 2)
+        full_layers = tuple(given.get("fullatt_block_indexes", (7, 15, 23, 31)))
+        has_windows = not set(range(whole_number(given, "depth"))) <= set(full_layers)
         own = {
-            "window": whole_number(given, "window_size", 112) // unit,
-            "full_layers": tuple(given.get("fullatt_block_indexes", (7, 15, 23, 31))),
+            "window": whole_number(given, "window_size", 112) // unit if has_windows else 0,
+            "full_layers": full_layers,
         }
         vision = read_qwen_vision(keys, own, hidden_act="silu")
         return read_decoder(cls, keys, {"windows": upper_windows(keys), "vision": vision})

@@ -1,11 +1,14 @@
 """Families that read images: the networks that follow from config.json and tensors, and towers that are refused."""
 
+import numpy as np
 import pytest
 
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
 from engine.models.keys import ModelError
+from engine.models.vision import WINDOW_ENDS
 from engine.models.vision_checkpoint import with_tower
+from engine.models.vision_inputs import tower_inputs
 from engine.models.weights import Shard
 from tests.family_checkpoints import config_of
 
@@ -32,6 +35,16 @@ def test_a_family_reads_images_if_it_has_a_tower(family):
         keys, tensors = with_tower(described, found)
         assert networks(keys) == (["decoder"], False) and "vision_config" not in keys
         assert tensors == {"model.embed_tokens.weight": 1}
+
+
+@pytest.mark.parametrize(("full_layers", "window"), [([1, 3], 2), ([0, 1, 2, 3], 0), ([3, 2, 1, 0, 9], 0)])
+def test_a_tower_whose_layers_all_attend_to_the_whole_image_has_no_windows(full_layers, window):
+    config = config_of("qwen2_5_vl")
+    keys = {**config, "vision_config": {**config["vision_config"], "fullatt_block_indexes": full_layers}}
+    vision = read_model(keys).vision
+    assert vision.window == window
+    inputs = tower_inputs(vision, np.zeros((36, vision.patch_values), np.float32), (1, 3, 3))
+    assert (WINDOW_ENDS in inputs) == (window > 0)
 
 
 def test_the_layer_that_drafts_reads_text_alone():
