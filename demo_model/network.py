@@ -55,11 +55,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: Shape):
+    """`shape` has the sizes of a text network or of a vision tower."""
+
+    def __init__(self, shape, bias: bool = False):
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
