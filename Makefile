@@ -29,12 +29,16 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo demo-gpu install install-cuda test quick coverage test-clients test-gpu image-steps sanitize lint docs wheel bench bench-gpu bench-peers storm soak clean
+.PHONY: demo demo-images demo-gpu install install-cuda test quick coverage test-clients test-gpu image-steps sanitize lint docs wheel bench bench-gpu bench-peers storm soak clean
 
 # pip has one core busy for half a minute, the compiler another. The rest of the ops is compiled by the start.
 demo:  ## starts the server with the bundled model and asks it three questions
 	@$(MAKE) --no-print-directory --jobs 2 $(RUNTIME) $(KERNELS)
 	@$(BIN)/python -m server_scripts.demo
+
+demo-images:  ## the same with the bundled model that reads images, about three pictures
+	@$(MAKE) --no-print-directory --jobs 2 $(RUNTIME) $(KERNELS)
+	@$(BIN)/python -m server_scripts.demo --images
 
 demo-gpu:  ## the same on an NVIDIA GPU
 	$(check_gpu)
@@ -113,7 +117,7 @@ docs:  ## the documentation as a searchable site in build/site
 	@echo "== build/site/index.html"
 
 # Without what earlier versions have left in build/lib, which would become a part of it.
-wheel: $(RUNTIME)  ## build/wheel: a wheel of the server with the C++ sources, the page and the demo model
+wheel: $(RUNTIME)  ## build/wheel: a wheel of the server with the C++ sources, the page and the demo models
 	rm -rf build/lib build/bdist.* build/wheel
 	$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel .
 	@ls build/wheel/*.whl

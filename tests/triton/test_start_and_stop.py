@@ -200,6 +200,13 @@ def test_process_1_of_a_container_reaps_and_stops(server):
     assert state_of(server) is None
 
 
+def answer_to_the_example(output):
+    """Return the answer to the command that the demo prints."""
+    curl = re.search(r"^curl .*?\n\n", output, re.M | re.S)[0]
+    done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=60)
+    return "".join(json.loads(line)["token"] for line in done.stdout.splitlines())
+
+
 def test_the_demo_answers_and_its_example_is_true(server):
     command = [sys.executable, "-m", "server_scripts.demo"]
     first = subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -210,8 +217,18 @@ def test_the_demo_answers_and_its_example_is_true(server):
     assert second.returncode == 0, second.stdout + second.stderr
     assert second.stdout.startswith("a server is already running, using it: demo_model")
 
+    of_images = subprocess.run([*command, "--images"], env=server.env, cwd=ROOT, capture_output=True, text=True)
+    assert of_images.returncode == 1
+    assert f"start_server {ROOT}/demo_model/vision --reload" in of_images.stderr
     if shutil.which("curl"):
-        curl = re.search(r"^curl .*?\n\n", first.stdout, re.M | re.S)[0]
-        done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=60)
-        tokens = [json.loads(line)["token"] for line in done.stdout.splitlines()]
-        assert "Tokyo" in "".join(tokens)
+        assert "Tokyo" in answer_to_the_example(first.stdout)
+
+
+def test_the_demo_of_images_answers_and_its_example_is_true(server):
+    command = [sys.executable, "-m", "server_scripts.demo", "--images"]
+    done = subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    asked = re.findall(r"^  picture: (.*)\n  expected: (.*)\n(.*)$", done.stdout, re.M)
+    assert [Path(path).is_file() and answer == expected for path, expected, answer in asked] == [True] * 3
+    if shutil.which("curl"):
+        assert answer_to_the_example(done.stdout) == asked[0][1]

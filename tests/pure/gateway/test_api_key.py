@@ -75,7 +75,7 @@ def test_the_demo_has_the_key_and_its_examples_name_the_variable(gateway):
     names = "SERVICE_HTTP_PORT", "SERVICE_GRPC_PORT", "HEALTH_HTTP_PORT", "METRICS_HTTP_PORT"
     ports = dict.fromkeys(names, gateway.port)
     state = ServerState("ready", Process("supervisor", 1, 0), 0.0, "m", "127.0.0.1", ports, "log", 1.0)
-    assert "".join(demo.answer(state, "hi", Config(api_key=KEY))) == "a"
+    assert "".join(demo.answer(state, {"text": "hi"}, Config(api_key=KEY))) == "a"
     assert 'completions -H "Authorization: Bearer $API_KEY" \\\n' in demo.how_to_go_on(state, with_key=True)
     assert "Authorization" not in demo.how_to_go_on(state)
 
