@@ -11,7 +11,8 @@ from engine.images.processor import ImageProcessor
 TOKENS = {"image_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
 # Of a preprocessor_config.json: few pixels, so that files with results are small
 SMALL = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12}
-SIZES = [(28, 28), (27, 29), (29, 27), (57, 83), (9, 300), (300, 9), (120, 200), (1, 1), (42, 14), (4000, 21)]
+# Pillow 13 and older versions, which Python 3.10 needs, resize images of all these sizes to the same pixels.
+SIZES = [(28, 28), (27, 29), (29, 27), (57, 85), (9, 300), (250, 20), (120, 200), (1, 1), (42, 14), (4000, 21)]
 SIZES += [(32, 32), (31, 33), (33, 31)]
 STRIDE = 29  # of the values of patches that are compared
 PROCESSORS = ("paddleocr_vl", "qwen2_5_vl", "qwen3_vl")  # a model_type of each image processor
@@ -29,12 +30,12 @@ def an_image(height: int, width: int, seed: int = 0) -> Image.Image:
     return Image.fromarray((blocks + rng.integers(0, 56, (height, width, 3))).astype(np.uint8))
 
 
-# Parts of prompts: token ids, and images as (height, width, seed)
+# Parts of prompts: token ids, and images as (height, width, seed), whose pixels do not depend on the version of Pillow
 Part = list[int] | tuple[int, int, int]
 PROMPTS: list[list[Part]] = [
     [(27, 29, 0), [10, 20, 30]],  # an image first
     [[7, 8, 9], (29, 28, 1)],  # last, before the end token
-    [[11] * 20, (57, 83, 2), [12, 13], (300, 9, 3), [14] * 15],  # two, between texts; one of them is narrow
+    [[11] * 20, (57, 85, 2), [12, 13], (9, 300, 3), [14] * 15],  # two, between texts; one of them is narrow
     [[15], (120, 200, 4), (120, 200, 4), (28, 27, 5), [16, 17]],  # the same image twice, without text between
 ]
 
