@@ -1,7 +1,6 @@
 """Fixtures of all tests. Each test needs what the name of its folder says."""
 
 import gc
-import os
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -34,10 +33,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+def once(tmp_path_factory, pytestconfig) -> Callable[[str, Callable[[Path], object]], Path]:
     """Return a function that makes a folder of a name once, for all workers of a test run."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    # A test that runs pytest passes the variables of its worker on, so they do not say whether this is one.
+    folder = (base.parent if hasattr(pytestconfig, "workerinput") else base) / "shared"
 
     def path(name: str, make: Callable[[Path], object]) -> Path:
         directory, is_made = folder / name, folder / f"{name}.made"
