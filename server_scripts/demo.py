@@ -6,6 +6,7 @@ draws into the run directory.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import http.client
 import json
@@ -46,7 +47,9 @@ Stop it: {stop}"""
 
 def main() -> int:
     """Run the demo and return its exit status: 0, 1 if the server did not start or answer, 2 for a wrong setting."""
-    started, has_images = time.monotonic(), "--images" in sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", action="store_true", help="with the model that reads images")
+    started, has_images = time.monotonic(), parser.parse_args().images
     try:
         config = Config.from_env()
         run_dir = RunDir(config.run_path)

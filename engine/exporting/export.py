@@ -205,13 +205,13 @@ def _shards(
         dtype = checkpoint.graph_dtype(TABLE) if checkpoint else "bfloat16"
     weight_format, formats = _weight_formats(dtype, options.quant_type, checkpoint.coded if checkpoint else {})
     if checkpoint and formats and not isinstance(weight_format, Fp8):  # beside integers, floats of the checkpoint stay
-        formats |= dict.fromkeys(checkpoint.floats_of_8_bits, FORMATS["weight_only_fp8"])
+        formats |= dict.fromkeys(checkpoint.fp8_matrices, FORMATS["weight_only_fp8"])
     int8_cache = options.int8_cache or keys.get("infer_model_cachekv_int8_type") is not None
     if options.expert_parallel and not model.mixture:
         raise ModelError("ENABLE_EXPERT_PARALLEL is 1, but the model has no mixtures of experts; set it to 0")
     first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache, formats)
     column_block = checkpoint.column_block if checkpoint else 1
-    first = replace(first, has_whole_experts=options.expert_parallel, column_block=column_block)
+    first = replace(first, expert_parallel=options.expert_parallel, column_block=column_block)
     if checkpoint and (plain := checkpoint.plain(_weights_of_model(model, first))):
         first = replace(first, formats=formats | dict.fromkeys(plain, FORMATS[dtype]))
     shards = [replace(first, rank=rank) for rank in options.ranks or range(options.num_ranks)]
@@ -282,7 +282,7 @@ def _weights(model: DecoderConfig, shard: Shard) -> list[Weight]:
 def _weights_of_model(model: DecoderConfig, first: Shard) -> list[Weight]:
     """Return weights of which the parts name all tensors of the checkpoint: those of the first rank, or of all ranks if
     each has other experts."""
-    ranks = range(first.num_ranks if first.has_whole_experts else 1)
+    ranks = range(first.num_ranks if first.expert_parallel else 1)
     return [weight for rank in ranks for weight in _weights(model, replace(first, rank=rank))]
 
 
@@ -293,7 +293,7 @@ def _manifest(model: DecoderConfig, shard: Shard, max_seq_len: int, has_weights:
         files = (f"{stem}.json", f"{stem}.pdiparams" if has_weights else "")
         graphs[name] = GraphManifest(*files, network.inputs, network.outputs, layout.caches, layout.groups)
     sizes = (model.vocab_size, max_seq_len, shard.block_size, shard.num_ranks)
-    return Manifest(*sizes, shard.format.name, graphs, shard.has_whole_experts)
+    return Manifest(*sizes, shard.format.name, graphs, shard.expert_parallel)
 
 
 def _max_seq_len(model: DecoderConfig, wanted: int | None) -> int:

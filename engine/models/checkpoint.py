@@ -115,7 +115,7 @@ class Checkpoint:
         return {name: coded for name in sorted(names) if (coded := self._coded(name)) and name not in TABLES}
 
     @property
-    def floats_of_8_bits(self) -> frozenset[str]:
+    def fp8_matrices(self) -> frozenset[str]:
         """Return the names of the matrices that are stored as 8-bit floats."""
         return frozenset(name for name, tensor in self._tensors.items() if isinstance(tensor, Scaled))
 
@@ -132,7 +132,7 @@ class Checkpoint:
         The result is empty if no tensor is stored as 8-bit floats: then the format is not a choice of the checkpoint.
         """
         names = {part.tensor for weight in weights if isinstance(weight.format, Fp8) for part in weight.parts}
-        plain = frozenset(names - self.floats_of_8_bits)
+        plain = frozenset(names - self.fp8_matrices)
         return plain if plain != names else frozenset()
 
     def stored(self, weight: Weight) -> tuple[np.ndarray, ...]:

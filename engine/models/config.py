@@ -64,6 +64,11 @@ class DecoderConfig(ABC):
     def read(cls, keys: Mapping[str, Any]) -> DecoderConfig:
         """Read the parsed config.json. Raises ModelError for values that the family does not implement."""
 
+    @classmethod
+    def mixture_of(cls, keys: Mapping[str, Any]) -> MixtureConfig | None:
+        """Read the mixtures of experts of the model: None without them. For families that differ in nothing else."""
+        return None
+
     @abstractmethod
     def network(self, shard: Shard) -> Decoder:
         """Return the network of one rank."""

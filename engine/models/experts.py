@@ -65,7 +65,7 @@ class Mixture:
         assert mixture is not None, "the model has mixtures of experts"
         experts, hidden = Share.whole(mixture.num_experts), Share.whole(config.hidden_size)
         size, router = mixture.intermediate_size, f"{mixture.block}.{mixture.router}"
-        inner = Share.whole(size) if shard.has_whole_experts else place.of_experts.shard.inner(size)
+        inner = Share.whole(size) if shard.expert_parallel else place.of_experts.shard.inner(size)
         gate, up, down = mixture.projections
         choice_bias = [(f"{mixture.block}.{mixture.choice_bias}", (experts,))]
         return cls(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from engine.models.attention import side_by_side
 from engine.models.config import DecoderConfig
 from engine.models.layers import Linear, Place, Run, Tensor
+from engine.models.weights import Share
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,7 @@ class GatedMlp:
         cls, config: DecoderConfig, place: Place, bias: bool = False, packed: str = "", activation: str = "swiglu"
     ) -> GatedMlp:
         """Build the MLP. `packed` is the name of the tensor that stacks gate and up; empty: each has its own tensor."""
-        place = place if config.mixture else place.of_experts
-        inner = place.shard.inner(config.intermediate_size)
+        place, inner = _divided(config, place)
         parts = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
         gate_up = side_by_side(packed, (inner, inner)) if packed else parts
         return cls(
@@ -56,8 +56,7 @@ class Mlp:
     @classmethod
     def of(cls, config: DecoderConfig, place: Place, names: tuple[str, str], bias: bool) -> Mlp:
         """Build the MLP. `names` are the checkpoint's names of the up and the down projection."""
-        place = place if config.mixture else place.of_experts
-        inner = place.shard.inner(config.intermediate_size)
+        place, inner = _divided(config, place)
         up = [(f"mlp.{names[0]}", inner)]
         return cls(
             Linear.columns(place, names[0], up, config.hidden_size, bias),
@@ -66,3 +65,9 @@ class Mlp:
 
     def __call__(self, run: Run, x: Tensor) -> Tensor:
         return self.down_proj(run, run.ops.gelu(self.up_proj(run, x)))
+
+
+def _divided(config: DecoderConfig, place: Place) -> tuple[Place, Share]:
+    """Return the place of an MLP with the format of its matrices, and the rank's share of the intermediate size."""
+    place = place if config.mixture else place.of_experts
+    return place, place.shard.inner(config.intermediate_size)

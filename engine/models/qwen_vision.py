@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.models.keys import ModelError, an_object, whole_number
 from engine.models.layers import LayerNorm, Linear, Norm, Place
-from engine.models.mixture_config import MixtureConfig, refuse_other_values
+from engine.models.mixture_config import refuse_other_values
 from engine.models.vision import (
     SEGMENT_ENDS,
     WINDOW_ENDS,
@@ -60,11 +60,6 @@ def read_qwen_vision(keys: Mapping[str, Any], own: Mapping[str, Any], **supporte
 
 class Qwen3VisionFamily(VisionFamily):
     """Configuration of a family whose models may have the tower of Qwen3-VL or of Qwen3.5."""
-
-    @classmethod
-    def mixture_of(cls, keys: Mapping[str, Any]) -> MixtureConfig | None:
-        """Return the mixtures of experts of the model, or None if it has none."""
-        return None
 
     def tower(self, vision: VisionConfig, shard: Shard) -> VisionTower:
         return qwen3_vision(vision, shard)

@@ -83,7 +83,7 @@ class Shard:
     num_ranks: int = 1
     has_int8_cache: bool = False
     formats: Mapping[str, Format] = field(default_factory=dict, hash=False)  # of tensors for which it is not `format`
-    has_whole_experts: bool = False  # a rank has some of the experts (expert parallelism), not a share of each
+    expert_parallel: bool = False  # a rank has some of the experts, not a share of each
     column_block: int = 1  # columns of 8-bit floats that share scales in the checkpoint, if those are in blocks
 
     @property
@@ -114,7 +114,7 @@ class Shard:
         """Return the experts of this rank: all with tensor parallelism alone. Otherwise each rank has as many as the
         others or, if that is not possible, one more than the last ranks. Raises ModelError for more ranks than experts.
         """
-        if not self.has_whole_experts:
+        if not self.expert_parallel:
             return range(count)
         if count < self.num_ranks:
             raise ModelError(

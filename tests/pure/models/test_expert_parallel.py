@@ -27,7 +27,7 @@ FAMILIES = ("deepseek_v2", "gpt_oss", "qwen3_moe")
 
 @pytest.mark.parametrize(("count", "sizes"), [(8, [8]), (8, [4, 4]), (6, [2, 2, 1, 1]), (3, [1, 1, 1])])
 def test_each_expert_is_on_one_rank_and_the_first_ranks_have_one_more(count, sizes):
-    shard = Shard(FLOAT32, "float32", 64, num_ranks=len(sizes), has_whole_experts=True)
+    shard = Shard(FLOAT32, "float32", 64, num_ranks=len(sizes), expert_parallel=True)
     experts = [replace(shard, rank=rank).experts(count) for rank in range(len(sizes))]
     assert [len(each) for each in experts] == sizes
     assert [expert for each in experts for expert in each] == list(range(count))
