@@ -41,6 +41,16 @@ def running(tmp_path_factory):
         yield server
 
 
+@contextlib.contextmanager
+def paused(pid):
+    """Pause a process for the duration of the context."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_files_and_sockets_are_for_this_user_alone(running):
     made = [*Path("/dev/shm").glob(f"{RunDir(running.run_dir).shm_prefix}*"), running.run_dir]
     made += [path for path in running.run_dir.iterdir() if not path.is_dir()]
@@ -209,9 +219,8 @@ def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_com
     over_grpc = GrpcStream(running, "lost-3", count)
     over_grpc.wait_for(30)
     killed, engine = running.pid_of("gateway-0"), running.pid_of("engine")
-    os.kill(engine, signal.SIGSTOP)  # so that no stream ends before the worker does
-    os.kill(killed, signal.SIGKILL)
-    os.kill(engine, signal.SIGCONT)
+    with paused(engine):  # so that no stream ends before the worker does
+        os.kill(killed, signal.SIGKILL)
     lines, events = [*lines, *over_http[0]], [*events, *over_http[1]]
     wait_until(lambda: not is_alive(killed))  # until then its ports may take connections
     wait_until(lambda: takes_connections(running, "SERVICE_HTTP_PORT", "SERVICE_GRPC_PORT"))
@@ -237,7 +246,8 @@ def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_com
 def test_a_stop_with_many_streams_gives_each_its_one_end(server):
     server.env.update({"DRAIN_TIMEOUT": "0.5", "BATCH_SIZE": "16", "MAX_DEC_LEN": "4000"})
     assert server.command("start_server").returncode == 0
-    streams = [GrpcStream(server, number, max_dec_len=3900) for number in range(16)]
+    with paused(server.pid_of("engine")):  # so that no answer ends before all have begun
+        streams = [GrpcStream(server, number, max_dec_len=3900) for number in range(16)]
     for stream in streams:
         stream.wait_for(2)
     os.kill(server.pid_of("supervisor"), signal.SIGTERM)
