@@ -34,7 +34,7 @@ class Parameter:
     off: int | None = None  # another value that means the neutral one
     is_clipped: bool = False  # what is above `high` means `high`
     is_penalty: bool = False  # reads the tokens before: the next step waits for this one
-    is_captured: bool = False  # on GPUs part of the recorded graphs that choose a token
+    is_captured: bool = False  # sent with every step, because captured CUDA graphs read it
     keeps: Keeps | None = None  # the definition of one that excludes tokens by their logits, before min_p
 
     @property

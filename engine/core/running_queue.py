@@ -20,8 +20,8 @@ class RunningQueue:
 
     A request is admitted with all blocks of its prompt, as long as prompts leave `1 - block_ratio` of the pool for the
     answers of running requests. A few later requests may pass one that does not fit yet. If a running request needs a
-    block and none is available, the youngest request is preempted: it loses its blocks, waits at the head of the queue
-    and is computed again from its tokens. With `block_ratio >= 1` this never happens.
+    block and none is available, the request admitted last is preempted, whatever its priority: it loses its blocks,
+    waits at the head of the queue and is computed again from its tokens. With `block_ratio >= 1` this never happens.
 
     A request with forks is their leader: it computes the prompt for all of them. With its first token they start to
     run and share its blocks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from engine.core.types import Arrival, Batch, Executor, Row, Sampling
 from engine.errors import ConfigError
 from engine.settings.config import Config
 from engine.settings.device import GPU, with_device
+
+log = logging.getLogger(__name__)
 
 # Files of cgroup v2 and v1: limit, usage, and the field of memory.stat that counts cached files, which are reclaimable.
 CGROUP_FILES = (
@@ -108,6 +111,11 @@ def num_blocks(config: Config, model_len: int, sizes: BlockSizes, free_bytes: in
             f"{origin}, it must be larger: of the {free_bytes / 2**30:.1f} GiB that are free the KV cache would have no"
             f" block, a request of {longest} tokens needs {per_request}"
         )
+    if count < per_request:
+        text = (
+            "%s: the KV cache has %d blocks. A request of the greatest length (%d tokens) needs %d and will be refused"
+        )
+        log.warning(text, origin, count, longest, per_request)
     return count
 
 

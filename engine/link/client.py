@@ -195,7 +195,7 @@ class EngineClient:
             self.silent_s = 0.0
             if kind == messages.PONG:
                 if fields[0] != self._epoch:
-                    self._connect_to(fields[0])
+                    self._replay_to(fields[0])
                 self.stats = fields[1]
             elif fields[0] == self._epoch:
                 if kind == messages.TOKENS:
@@ -207,7 +207,7 @@ class EngineClient:
                     request_id, error_kind, text, cause = fields[1:]
                     self._refused(request_id, error_of(error_kind, text, **cause))
 
-    def _connect_to(self, epoch: str) -> None:
+    def _replay_to(self, epoch: str) -> None:
         """Submit all open answers to a new engine process, or over a new connection to the same process."""
         before = self._epoch
         is_restart = before is not None and epoch.partition("/")[0] != before.partition("/")[0]

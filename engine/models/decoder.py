@@ -36,6 +36,8 @@ from engine.models.mlp import GatedMlp, Mlp
 from engine.models.weights import Shard, found_in
 
 Mixer = Attention | LatentAttention | GatedDeltaNet
+# Names of the norms in checkpoints: before and after the mixer, before and after the MLP. Checkpoints give the name
+# post_attention_layernorm to the norm before the MLP or to the one after the mixer, whichever the model has.
 PRE_NORM = ("input", "", "post_attention", "")
 POST_NORM = ("", "post_attention", "", "post_feedforward")
 

@@ -49,7 +49,7 @@ ENGINE_FAMILIES = (
     ("llm_step_seconds_total", COUNTER, "Time in runs of the graph", "step_time_s"),
     ("llm_generated_tokens_total", COUNTER, "Tokens generated", "num_generated_tokens"),
     ("llm_prompt_tokens_total", COUNTER, "Prompt tokens of admitted requests", "num_prompt_tokens"),
-    ("llm_cached_prompt_tokens_total", COUNTER, "Of these, found in the prefix cache", "num_cached_tokens"),
+    ("llm_cached_prompt_tokens_total", COUNTER, "Prompt tokens found in the prefix cache", "num_cached_tokens"),
     (
         "llm_prompt_tokens_without_state_total",
         COUNTER,

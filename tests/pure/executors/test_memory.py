@@ -33,6 +33,13 @@ def test_block_bs_multiplies_the_blocks_of_the_longest_request(settings, expecte
     assert blocks(**settings) == expected
 
 
+def test_a_cache_that_is_too_small_for_the_longest_request_gives_a_warning(caplog):
+    assert blocks(block_bs=1.0) == 16
+    assert not caplog.records
+    assert blocks(block_bs=0.33) == 5
+    assert "the KV cache has 5 blocks. A request of the greatest length (1000 tokens) needs 16" in caplog.text
+
+
 # The PaddleNLP server's table of BLOCK_BS for cards of 80 GB: weights, exported length, BLOCK_BS.
 SIZES = [
     ("DeepSeek-R1/a8w8_fp8_wint4", 8192, 40),
