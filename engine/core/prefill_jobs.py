@@ -54,6 +54,8 @@ class PrefillJobs:
         self._jobs: dict[str, PrefillJob] = {}
         self._begun: deque[PrefillJob] = deque()
         self._ended: deque[PrefillJob] = deque()
+        # Blocks that are announced when so many steps have ended, because these may still write them.
+        self._found: deque[tuple[int, PrefillJob, Sequence[int]]] = deque()
         self.num_computed = 0  # prompts
 
     @property
@@ -75,13 +77,15 @@ class PrefillJobs:
         """Begin and end jobs. Called between two steps."""
         while self._begun:
             self._begin(self._begun.popleft())
+        self._announce()
         while self._ended:
             self._end(self._ended.popleft())
 
     def take(self, updates: list[Update]) -> list[Update]:
-        """Lease the blocks that a step has finished and return the updates of all other requests."""
+        """Lease the blocks that can be found after a step and return the updates of all other requests."""
         for each in self._jobs.values():
             self._lease(each)
+        self._announce()
         others: list[Update] = []
         for update in updates:
             if (job := self._jobs.get(update.request.request_id)) is None:
@@ -118,4 +122,10 @@ class PrefillJobs:
         found = [index for index, key in enumerate(job.keys) if index not in job.block_ids and pool.is_on_device(key)]
         if found:
             job.block_ids |= zip(found, pool.take(0, [job.keys[index] for index in found]), strict=True)
-            job.answerer.ready(job, found)
+            self._found.append((self._scheduler.num_launched, job, found))
+
+    def _announce(self) -> None:
+        while self._found and self._found[0][0] <= self._scheduler.num_applied:
+            _, job, indices = self._found.popleft()
+            if job.is_leased:
+                job.answerer.ready(job, indices)

@@ -35,6 +35,7 @@ class Pull:
     lock: Lock = field(default_factory=Lock)
     is_open: bool = True
     arrived: deque[int] = field(default_factory=deque)
+    published: list[int] = field(default_factory=list)  # what was taken from `arrived`
     has_ended: bool = False  # no more blocks will arrive
 
 
@@ -78,6 +79,8 @@ class RemotePrefill:
         self._scheduler, self._source, self._min_tokens = scheduler, source, min_tokens
         self._pulls: dict[Request, Pull] = {}
         self._waits_since: dict[Request, float] = {}  # requests that have no blocks for a pull yet
+        # Pulls that begin when so many steps have ended, because these may still write the blocks.
+        self._reserved: deque[tuple[int, Pull]] = deque()
         self.counters = PullCounters()
 
     @property
@@ -99,15 +102,19 @@ class RemotePrefill:
         for pull in list(self._pulls.values()):
             self._advance(pull, now)
         for request in list(self._waits_since):
-            if len(self._pulls) >= self._scheduler.limits.max_batch or not self._begin(request, now):
+            if len(self._pulls) >= self._scheduler.limits.max_batch or not self._reserve(request, now):
                 break
+        while self._reserved and self._reserved[0][0] <= self._scheduler.num_applied:
+            _, pull = self._reserved.popleft()
+            if pull.is_open:
+                pull.has_ended = not self._source.begin(pull)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until `poll` has something to do."""
         self._source.wait(timeout_s)
 
-    def _begin(self, request: Request, now: float) -> bool:
-        """Begin to pull the blocks of a request, or let it be computed here. Return False if it has to wait."""
+    def _reserve(self, request: Request, now: float) -> bool:
+        """Reserve blocks for a request, or let it be computed here. Return False if it has to wait."""
         if not self._waits(request) or not self._source.is_ready or now - self._waits_since[request] > STALL_S:
             self._admit(request)
             return True
@@ -117,7 +124,7 @@ class RemotePrefill:
         if not missing or len(request.token_ids) - num_cached * pool.block_size < self._min_tokens:
             self._admit(request)
             return True
-        held = self._reserve(len(missing), found)
+        held = self._take(len(missing), found)
         if held is None:
             if not self._scheduler.running and not self._pulls:  # it will never be possible
                 self._admit(request)
@@ -125,11 +132,11 @@ class RemotePrefill:
         pull = Pull(request, missing, held[len(found) :], held[: len(found)], num_cached)
         del self._waits_since[request]
         self._pulls[request] = pull
+        self._reserved.append((self._scheduler.num_launched, pull))
         self.counters.num_remote_prefills += 1
-        pull.has_ended = not self._source.begin(pull)
         return True
 
-    def _reserve(self, count: int, found: Sequence[bytes]) -> list[int] | None:
+    def _take(self, count: int, found: Sequence[bytes]) -> list[int] | None:
         """Return the blocks of `found` and `count` others, or None if running requests need them."""
         pool, ratio, running = self._scheduler.pool, self._scheduler.limits.block_ratio, self._scheduler.running
         num_available = pool.num_available
@@ -143,8 +150,8 @@ class RemotePrefill:
     def _advance(self, pull: Pull, now: float) -> None:
         pool, has_ended = self._scheduler.pool, pull.has_ended  # read before the blocks, the last of which precede it
         while pull.arrived:
-            index = pull.arrived.popleft()
-            pool.publish(pull.block_ids[index], pull.keys[index])
+            pull.published.append(pull.arrived.popleft())
+            self._publish(pull, pull.published[-1:])
             pull.progress_at = now
             self.counters.num_pulled_blocks += 1
         if not has_ended and self._waits(pull.request) and now - pull.progress_at <= STALL_S:
@@ -152,11 +159,16 @@ class RemotePrefill:
         with pull.lock:
             pull.is_open = False
         self._source.end(pull)
+        self._publish(pull, pull.published)  # again: another block that had the same key may have been evicted
         pool.give_back([*pull.found_ids, *pull.block_ids])
         keys, num_cached = self._scheduler.longest_prefix(pull.request)
         pull.request.num_pulled = max(0, num_cached - pull.num_cached) * pool.block_size
         self.counters.num_remote_prefill_failures += not all(key in pool for key in keys)
         self._admit(pull.request)
+
+    def _publish(self, pull: Pull, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._scheduler.pool.publish(pull.block_ids[index], pull.keys[index])
 
     def _waits(self, request: Request) -> bool:
         """Return whether the request is still wanted."""

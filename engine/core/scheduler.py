@@ -50,12 +50,18 @@ class Scheduler:
         self._images = images
         self.waiting, self.running = self._queue.waiting, self._queue.running
         self._launched: deque[list[Launched]] = deque()  # steps that were not applied yet
+        self.num_applied = 0  # steps
         self._num_prompt_logits_left = limits.max_prompt_logits  # of the next batch
 
     @property
     def is_idle(self) -> bool:
         """Return whether there is nothing to compute and no step runs."""
         return not self.waiting and not self.running and not self._launched
+
+    @property
+    def num_launched(self) -> int:
+        """Return how many steps were launched, those included that were not applied yet."""
+        return self.num_applied + len(self._launched)
 
     @property
     def num_running(self) -> int:
@@ -165,6 +171,7 @@ class Scheduler:
         """Apply the output of the oldest launched step and return the updates of its requests. The blocks of finished
         requests are free on return."""
         launched = self._launched.popleft()
+        self.num_applied += 1
         self._cache.end_step()
         updates: list[Update] = []
         guided: list[Update] = []

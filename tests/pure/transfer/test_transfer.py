@@ -3,11 +3,17 @@
 import contextlib
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from engine.core import remote_prefill
-from engine.core.types import Request, Sampling
+from engine.core.block_pool import BlockPool
+from engine.core.limits import Limits
+from engine.core.prefill_jobs import PrefillJob, PrefillJobs, prefill_request
+from engine.core.remote_prefill import RemotePrefill
+from engine.core.scheduler import Scheduler
+from engine.core.types import Request, Sampling, StepOutput
 from engine.settings.config import Config
 from engine.settings.tls import server_context
 from engine.transfer import client, messages
@@ -186,3 +192,71 @@ def test_blocks_are_pulled_through_tls(graph_dir, expected):
     assert decode.remote.counters.num_pulled_blocks == len(LONG) // BLOCK_SIZE
     refused = connect(a_loop(graph_dir), server.port)  # without TLS
     assert not refused.refusals(within_s=0.2) and not refused.is_ready
+
+
+def a_scheduler():
+    return Scheduler(BlockPool(20, BLOCK_SIZE), Limits(max_batch=4, max_batched_tokens=64))
+
+
+def decode_side(begun):
+    """Return a scheduler and a RemotePrefill that appends its pulls to `begun`."""
+    source = SimpleNamespace(
+        is_ready=True, begin=lambda pull: begun.append(pull) or True, end=lambda pull: None, wait=lambda timeout_s: None
+    )
+    scheduler = a_scheduler()
+    return scheduler, RemotePrefill(scheduler, source, min_tokens=32)
+
+
+def test_a_pull_begins_when_the_steps_that_may_still_write_its_blocks_have_ended():
+    """A step that was launched ahead computes a token too many for a request whose blocks are free again."""
+    begun = []
+    scheduler, remote = decode_side(begun)
+    scheduler.add(Request("short", [1], 1, Sampling(max_new_tokens=5)))
+    for _ in range(2):
+        assert scheduler.next_batch()
+    long = Request("long", LONG[:100], 100, FEW)
+    scheduler.add(long)
+    remote.consider(long)
+    for _ in range(2):
+        remote.poll()
+        assert not begun
+        scheduler.apply(StepOutput([[5]], [None]))
+    remote.poll()
+    assert [pull.request for pull in begun] == [long]
+
+
+def test_blocks_are_announced_when_the_step_that_writes_them_has_ended():
+    """The second chunk is launched ahead of the end of the first, and its blocks can be found from then on."""
+    ready, scheduler = [], a_scheduler()
+    answerer = SimpleNamespace(ready=lambda job, indices: ready.append(list(indices)))
+    jobs, request = PrefillJobs(scheduler), prefill_request("long", LONG[:129], "", ("", 0))
+    jobs.begin(PrefillJob("long", request, scheduler.longest_prefix(request)[0], answerer))
+    jobs.poll()
+    for _ in range(2):
+        assert scheduler.next_batch()
+    jobs.take(scheduler.apply(StepOutput([], [])))
+    assert request.num_published == 8
+    assert not ready
+    jobs.take(scheduler.apply(StepOutput([], [])))
+    assert ready == [list(range(8))]
+
+
+def test_a_block_that_has_arrived_is_found_when_another_with_its_key_was_evicted_meanwhile():
+    begun = []
+    scheduler, remote = decode_side(begun)
+    request, pool = Request("long", LONG[:100], 100, FEW), scheduler.pool
+    scheduler.add(request)
+    remote.consider(request)
+    remote.poll()
+    [pull] = begun
+    other = pool.take(1)  # of a request with the same first tokens
+    pool.publish(*other, pull.keys[0])
+    pull.arrived += range(len(pull.keys))
+    remote.poll()
+    pool.give_back(other)
+    pool.give_back(pool.take(pool.num_available))
+    assert pull.keys[0] not in pool
+    pull.has_ended = True
+    remote.poll()
+    assert (remote.counters.num_remote_prefills, remote.counters.num_remote_prefill_failures) == (1, 0)
+    assert request.num_pulled == 6 * BLOCK_SIZE
