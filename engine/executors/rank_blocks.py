@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Any, Protocol
+
+Moves = Sequence[tuple[int, int]]  # block to read and block to write
+# Number of blocks, and for each layer the handle of an allocation and the offset of its cache in it
+SharedCaches = tuple[int, Sequence[tuple[bytes, int]]]
 
 
 class BlockAccess(Protocol):
-    """Executor whose blocks can be read and written in another thread while steps run. `read_block` is for blocks that
-    no step writes, `write_block` for those that no step uses."""
+    """Blocks that can be read and written in another thread while steps run. `read_block` is for blocks that no step
+    writes, `write_block` for those that no step uses."""
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps have ended on this rank."""
+        """Return how many steps have ended on this rank, or always 0 if nothing depends on it."""
         ...
 
     def read_block(self, block: int) -> bytes:
@@ -28,8 +32,35 @@ class BlockAccess(Protocol):
         ...
 
 
+class DeviceBlocks(BlockAccess, Protocol):
+    """Blocks in the memory of GPUs, which other processes of the same host can copy from there. A list has an item for
+    each rank. `peer` is a number that the caller gives the caches of another process."""
+
+    def share(self) -> list[SharedCaches]:
+        """Return how another process can open the caches. Raises OSError if the device does not support that."""
+        ...
+
+    def digests(self, blocks: Sequence[int]) -> list[bytes]:
+        """Return the digest of the content of each block."""
+        ...
+
+    def open(self, peer: int, shared: Sequence[SharedCaches]) -> None:
+        """Open what `share` has returned in another process. Raises OSError or ValueError if that is not possible."""
+        ...
+
+    def close(self, peer: int) -> None:
+        """Close the caches of another process, which frees them if it has ended."""
+        ...
+
+    def copy(self, peer: int, moves: Moves) -> list[bytes]:
+        """Copy blocks of another process to blocks here and return the digests of what was read. Raises ValueError for
+        a block that the other process does not have."""
+        ...
+
+
 class BlocksOfRanks:
-    """Access to the blocks of all ranks. `first` is the rank of this process."""
+    """Access to the blocks of all ranks (see `DeviceBlocks`; CPUs only have `BlockAccess`). `first` is the rank of this
+    process."""
 
     def __init__(self, first: BlockAccess, others: Sequence[Connection]):
         self._first, self._others = first, others
@@ -39,35 +70,68 @@ class BlocksOfRanks:
         return self._first.num_steps
 
     def read_block(self, block: int) -> bytes:
-        for other in self._others:
-            other.send((block, None, self._first.num_steps))
-        return self._first.read_block(block) + b"".join([other.recv_bytes() for other in self._others])
+        return b"".join(self._call("read_block", lambda rank: (block,), self._first.num_steps))
 
     def write_block(self, block: int, content: bytes | memoryview) -> None:
         """See `BlockAccess`. All ranks have written on return."""
         size = len(content) // (1 + len(self._others))
-        for place, other in enumerate(self._others, 1):
-            other.send((block, bytes(content[place * size : (place + 1) * size]), 0))
-        self._first.write_block(block, content[:size])
-        for other in self._others:
-            other.recv_bytes()
+        self._call("write_block", lambda rank: (block, bytes(content[rank * size : (rank + 1) * size])))
+
+    def share(self) -> list[SharedCaches]:
+        return [shared for [shared] in self._call("share", lambda rank: ())]
+
+    def digests(self, blocks: Sequence[int]) -> list[bytes]:
+        return list(map(b"".join, zip(*self._call("digests", lambda rank: (blocks,)), strict=True)))
+
+    def open(self, peer: int, shared: Sequence[SharedCaches]) -> None:
+        if len(shared) != 1 + len(self._others):
+            raise ValueError(f"{len(shared)} ranks have shared their caches, here are {1 + len(self._others)}")
+        try:
+            self._call("open", lambda rank: (peer, [shared[rank]]))
+        except Exception:
+            self.close(peer)  # on the ranks that have opened it
+            raise
+
+    def close(self, peer: int) -> None:
+        self._call("close", lambda rank: (peer,))
+
+    def copy(self, peer: int, moves: Moves) -> list[bytes]:
+        return list(map(b"".join, zip(*self._call("copy", lambda rank: (peer, moves)), strict=True)))
+
+    def _call(self, name: str, arguments: Callable[[int], tuple[Any, ...]], num_steps: int = 0) -> list[Any]:
+        """Call a method with `arguments(rank)` on every rank and return the results. Raises what a rank has raised."""
+        for rank, other in enumerate(self._others, 1):
+            other.send((name, arguments(rank), num_steps))
+        results = [_result(self._first, name, arguments(0))]
+        results += [other.recv() for other in self._others]
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
 
 
-def serve_blocks(first: Connection, executor: BlockAccess) -> None:
-    """Read and write blocks for the first rank in a thread, until the connection ends."""
+def serve_blocks(first: Connection, access_of: Callable[[], BlockAccess]) -> None:
+    """Read and write blocks for the first rank in a thread, until the connection ends. `access_of` is called when the
+    first request arrives."""
 
     def serve() -> None:
+        access: BlockAccess | None = None
         while True:
             try:
-                block, content, num_steps = first.recv()
+                name, arguments, num_steps = first.recv()
             except (EOFError, OSError):
                 return
-            while executor.num_steps < num_steps:  # the first rank may end a step a little earlier than this one
+            access = access or access_of()
+            while access.num_steps < num_steps:  # the first rank may end a step a little earlier than this one
                 time.sleep(1e-4)
-            if content is None:
-                first.send_bytes(executor.read_block(block))
-            else:
-                executor.write_block(block, content)
-                first.send_bytes(b"")
+            first.send(_result(access, name, arguments))
 
     threading.Thread(target=serve, name="blocks", daemon=True).start()
+
+
+def _result(access: BlockAccess, name: str, arguments: tuple[Any, ...]) -> Any:
+    """Return the result of a method, or the error that it has raised."""
+    try:
+        return getattr(access, name)(*arguments)
+    except (OSError, ValueError) as error:
+        return error

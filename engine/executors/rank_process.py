@@ -7,14 +7,12 @@ import logging
 import os
 import sys
 from multiprocessing.connection import Connection
-from typing import cast
 
 from engine.errors import SetupError
 from engine.executors import make_rank
-from engine.executors.rank_blocks import BlockAccess, serve_blocks
+from engine.executors.rank_blocks import serve_blocks
 from engine.executors.ranks import die_with_parent, end_with, pack, serve
 from engine.log import configure
-from engine.settings.device import GPU
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +28,7 @@ def main() -> int:
         first.send_bytes(pack("failed", f"rank {membership.rank}: {error}"))
         return 0
     end_with(first)
-    if config.device != GPU:
-        serve_blocks(Connection(int(sys.argv[2])), cast(BlockAccess, executor))
+    serve_blocks(Connection(int(sys.argv[2])), lambda: executor.blocks())  # type: ignore[attr-defined]
     try:
         serve(first, executor)
     except Exception as error:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgpack
 import msgspec
@@ -30,7 +30,7 @@ import msgspec
 from engine.core.spans import PromptSpan
 from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, Row, Sampling, Step, StepOutput, Swaps
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
-from engine.executors.rank_blocks import BlockAccess, BlocksOfRanks
+from engine.executors.rank_blocks import BlocksOfRanks
 from engine.executors.step import Mask
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -105,7 +105,7 @@ class RanksExecutor:
 
     def blocks(self) -> BlocksOfRanks:
         """Return the access to the blocks of all ranks."""
-        return BlocksOfRanks(cast(BlockAccess, self._first), self._of_blocks)
+        return BlocksOfRanks(self._first.blocks(), self._of_blocks)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         for other in (*self._others, *self._of_blocks):

@@ -11,6 +11,7 @@ from engine.settings.replicas import addresses_of
 from engine.settings.setting import port, setting
 
 MIXED, PREFILL, DECODE, SCHEDULER = ROLES = ("mixed", "prefill", "decode", "scheduler")
+AUTO, TCP, CUDA_IPC = TRANSFERS = ("auto", "tcp", "cuda_ipc")
 DEFAULT_HTTP_PORTS = {PREFILL: 9955, DECODE: 9965, SCHEDULER: 9975}
 # Ports of an instance that are not set: its HTTP port plus this. Other instances derive them in the same way.
 PORT_OFFSETS = {
@@ -47,7 +48,13 @@ class Disaggregation:
         " none",
         minimum=0,
     )
-    kv_transfer: str = setting("tcp", "KV_TRANSFER", "how KV blocks are transferred", choices=("tcp",))
+    kv_transfer: str = setting(
+        AUTO,
+        "KV_TRANSFER",
+        "how KV blocks are [transferred](machines.md#transfers-between-gpus); auto: from GPU to GPU between"
+        " instances of one host, otherwise over TCP",
+        choices=TRANSFERS,
+    )
     remote_prefill_min_tokens: int = setting(
         512,
         "REMOTE_PREFILL_MIN_TOKENS",
@@ -83,10 +90,11 @@ class Disaggregation:
             ("MP_NNODE", 1, "an instance is one machine"),
             ("DATA_PARALLEL_SIZE", 1, "start more instances"),
             ("ENABLE_PREFIX_CACHING", True, "blocks are found by their hashes"),
+            ("SWAP_SPACE", 0, "blocks in the host's memory cannot be transferred"),
         ):
             value = getattr(self, name.lower(), needed)
             if value != needed:
-                raise ConfigError(f"{name} is {int(value)}, it must be {int(needed)} with SPLITWISE_ROLE={role}: {why}")
+                raise ConfigError(f"{name} is {value:g}, it must be {needed:g} with SPLITWISE_ROLE={role}: {why}")
 
 
 def fill_in(values: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 from engine.address import in_url
 from engine.core.remote_prefill import Pull
+from engine.executors.rank_blocks import DeviceBlocks, SharedCaches
+from engine.settings.disaggregation import CUDA_IPC, TCP
 from engine.transfer import messages
 
 log = logging.getLogger(__name__)
@@ -24,11 +26,13 @@ READ_LIMIT = 1 << 22
 
 @dataclass(frozen=True)
 class PulledBlocks:
-    """Destination of pulled blocks. `write_block` is called in the thread of the transfer."""
+    """Destination of pulled blocks. Functions are called in the thread of the transfer."""
 
     write_block: Callable[[int, bytes | memoryview], None]
     block_bytes: int  # of all ranks
     identity: Mapping[str, str]  # see `ServedBlocks`
+    device: DeviceBlocks | None = None  # that copies blocks from GPUs of this host
+    needs_device: bool = False  # refuse prefill instances whose blocks `device` cannot copy
 
 
 class PrefillClient:
@@ -45,7 +49,7 @@ class PrefillClient:
         self._has_news = threading.Event()
         self._instance_of: dict[Pull, _Instance] = {}  # of open pulls; used by the engine's thread only
         self._loop = asyncio.new_event_loop()
-        self.instances = [_Instance(self, address) for address in addresses]
+        self.instances = [_Instance(self, address, index) for index, address in enumerate(addresses)]
         threading.Thread(target=self._run, name="transfer", daemon=True).start()
 
     @property
@@ -92,16 +96,17 @@ class PrefillClient:
 class _Instance:
     """One prefill instance. All but the attributes are used in the thread of the transfer only."""
 
-    def __init__(self, client: PrefillClient, address: tuple[str, int]):
+    def __init__(self, client: PrefillClient, address: tuple[str, int], index: int):
         self.name = f"{in_url(address[0])}:{address[1]}"
         self.is_connected = self.has_answered = False
         self.refusal = ""
         self.task: asyncio.Task[None] | None = None
-        self._client, self._address = client, address
+        self._client, self._address, self._index = client, address, index
         self._numbers = itertools.count()
         self._pulls: dict[int, Pull] = {}
         self._num_missing: dict[int, int] = {}  # blocks by the number of the pull
         self._epoch = b""
+        self._is_shared = False  # its caches are open here
         self._writer: asyncio.StreamWriter | None = None
 
     async def run(self) -> None:
@@ -137,22 +142,42 @@ class _Instance:
         tls = self._client.tls(host)
         opening = asyncio.open_connection(host, port, ssl=tls, limit=READ_LIMIT)
         reader, self._writer = await messages.within(messages.CONNECT_WITHIN_S, opening)
-        self._send(messages.HELLO, self._client.token, self._client.pulled.identity)
+        pulled = self._client.pulled
+        self._send(messages.HELLO, self._client.token, pulled.identity, messages.host_id() if pulled.device else "")
         kind, fields, _ = await messages.read(reader, messages.SILENT_S)
         self.refusal = fields[0] if kind == messages.REFUSED else ""
+        if kind == messages.WELCOME:
+            self._epoch, shared = fields
+            self.refusal = self._open(shared)
         self.has_answered = True
-        if kind != messages.WELCOME:
+        if kind != messages.WELCOME or self.refusal:
             raise messages.TransferRefused(self.refusal or "it is no prefill instance")
-        [self._epoch] = fields
         self.is_connected = True
-        log.info("prefill instance %s is connected", self.name)
+        log.info("prefill instance %s is connected, KV_TRANSFER=%s", self.name, CUDA_IPC if self._is_shared else TCP)
         beats = asyncio.create_task(self._beat())
-        memory = memoryview(bytearray(self._client.pulled.block_bytes))
+        memory = memoryview(bytearray(pulled.block_bytes))
         try:
             while True:
                 self._receive(*await messages.read(reader, messages.SILENT_S, memory))
         finally:
             beats.cancel()
+
+    def _open(self, shared: Sequence[SharedCaches]) -> str:
+        """Open the caches of the instance. Return why it must be refused, or an empty text."""
+        pulled, reason = self._client.pulled, "it is on another host or does not share its caches"
+        if pulled.device is None:
+            return ""
+        try:
+            if shared:
+                pulled.device.open(self._index, shared)
+                self._is_shared = True
+                return ""
+        except (OSError, ValueError) as error:
+            reason = f"its caches cannot be opened: {error}"
+        if pulled.needs_device:
+            return f"KV_TRANSFER is {CUDA_IPC}, but {reason}"
+        log.info("prefill instance %s: blocks come over TCP, %s", self.name, reason)
+        return ""
 
     async def _beat(self) -> None:
         while True:
@@ -166,7 +191,9 @@ class _Instance:
         if number not in self._pulls:  # it has ended here
             return
         if kind == messages.READY:
-            self._send(messages.PULL, number, *rest)
+            self._send(messages.LOCATE if self._is_shared else messages.PULL, number, *rest)
+        elif kind == messages.LOCATED:
+            self._copy(number, *rest)
         elif kind == messages.BLOCK:
             index, digest = rest
             self._write(number, index, digest, content)
@@ -178,15 +205,39 @@ class _Instance:
         pull, pulled = self._pulls[number], self._client.pulled
         key, is_whole = pull.keys[index], len(content) == pulled.block_bytes
         if not is_whole or digest != messages.checksum(self._epoch, key, content):
-            log.warning("prefill instance %s: a block has a wrong checksum", self.name)
-            self._finish(pull)
+            self._refuse_block(pull)
             return
         with pull.lock:
             if not pull.is_open:
                 return
             pulled.write_block(pull.block_ids[index], content)
-        pull.arrived.append(index)
-        self._num_missing[number] -= 1
+        self._arrive(number, [index])
+
+    def _copy(self, number: int, places: Sequence[tuple[int, int, int]]) -> None:
+        """Copy blocks from the caches of the instance, which may have ended their lease: then they may be overwritten
+        meanwhile, which changes their digest."""
+        pull, device = self._pulls[number], self._client.pulled.device
+        if device is None or not self._is_shared:
+            raise ValueError("blocks were located, but no caches are shared")
+        with pull.lock:
+            if not pull.is_open:
+                return
+            digests = device.copy(self._index, [(block, pull.block_ids[index]) for index, block, _ in places])
+        for (index, _, expected), digest in zip(places, digests, strict=True):
+            if expected != messages.checksum(self._epoch, pull.keys[index], digest):
+                self._refuse_block(pull)
+                return
+        self._arrive(number, [index for index, _, _ in places])
+
+    def _refuse_block(self, pull: Pull) -> None:
+        log.warning("prefill instance %s: a block has a wrong checksum", self.name)
+        self._finish(pull)
+
+    def _arrive(self, number: int, indices: Sequence[int]) -> None:
+        """Let the engine publish blocks that were written."""
+        pull = self._pulls[number]
+        pull.arrived += indices
+        self._num_missing[number] -= len(indices)
         if not self._num_missing[number]:
             pull.has_ended = True
         self._client.notify()
@@ -202,6 +253,9 @@ class _Instance:
 
     def _lose(self) -> None:
         self.is_connected = False
+        if self._is_shared and self._client.pulled.device:
+            self._is_shared = False
+            self._client.pulled.device.close(self._index)
         if self._writer:
             self._writer.transport.abort()
             self._writer = None

@@ -6,20 +6,23 @@ import asyncio
 import struct
 import zlib
 from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
 
 T = TypeVar("T")
 
-PROTOCOL = 1  # raised with every change of the messages
-HELLO = "hello"  # decode -> prefill: [token, identity]
-WELCOME = "welcome"  # prefill -> decode: [epoch of the process]
+PROTOCOL = 2  # raised with every change of the messages
+HELLO = "hello"  # decode -> prefill: [token, identity, host, or "" if it does not copy between GPUs]
+WELCOME = "welcome"  # prefill -> decode: [epoch of the process, shared caches of all ranks if it is on the same host]
 REFUSED = "refused"  # prefill -> decode: [reason]
 COMPUTE = "compute"  # decode -> prefill: [job, token_ids, salt, (owner, priority), keys of the blocks]
 READY = "ready"  # prefill -> decode: [job, indices of keys]  these blocks can be pulled
 PULL = "pull"  # decode -> prefill: [job, indices of keys]
 BLOCK = "block"  # prefill -> decode: [job, index of the key, checksum], and the block as content
+LOCATE = "locate"  # decode -> prefill: [job, indices of keys], in place of PULL if caches are shared
+LOCATED = "located"  # prefill -> decode: [job, (index of the key, block, checksum of its digest) for each block]
 FAILED = "failed"  # prefill -> decode: [job, reason]  no more blocks will be ready
 END = "end"  # decode -> prefill: [job]  its blocks are not needed any more
 BEAT = "beat"  # both ways: []
@@ -87,8 +90,17 @@ async def within(timeout_s: float, awaitable: Awaitable[T]) -> T:
         raise TimeoutError(f"it was silent for {timeout_s:g} s") from None
 
 
+def host_id() -> str:
+    """Return a text that differs between hosts, or an empty text if this host has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def checksum(epoch: bytes, key: bytes, content: bytes | memoryview) -> int:
-    """Return the checksum of a block, which also covers its key and the process that has computed it."""
+    """Return the checksum of a block, or of its digest, which also covers its key and the process that has computed
+    it."""
     return zlib.crc32(content, zlib.crc32(epoch + key))
 
 

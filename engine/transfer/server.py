@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.prefill_jobs import PrefillJob, PrefillJobs, prefill_request
+from engine.executors.rank_blocks import SharedCaches
 from engine.transfer import messages
 
 log = logging.getLogger(__name__)
@@ -26,13 +27,15 @@ WRITE_AHEAD_BYTES = 4 << 20  # so that the link is busy while the next block is 
 
 @dataclass(frozen=True)
 class ServedBlocks:
-    """Blocks that a prefill instance serves. `read_block` is called in the thread of the transfer."""
+    """Blocks that a prefill instance serves. Functions are called in the thread of the transfer."""
 
     jobs: PrefillJobs
     read_block: Callable[[int], bytes]
     identity: Mapping[str, str]  # what decode instances must have in common with it
     vocab_size: int
     max_len: int  # tokens of a prompt
+    digests: Callable[[Sequence[int]], list[bytes]] | None = None  # of blocks that decode instances copy from GPUs
+    shared: Sequence[SharedCaches] = ()  # of each rank, if there are `digests`
 
 
 class PrefillServer:
@@ -67,12 +70,14 @@ class PrefillServer:
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the first message. Raises TransferRefused with the reason, which the other side gets as well."""
         kind, fields, _ = await messages.read(reader, messages.LEASE_S)
-        if kind != messages.HELLO or len(fields) != 2 or not isinstance(fields[0], str):
+        if kind != messages.HELLO or len(fields) < 2 or not isinstance(fields[0], str):
             raise ValueError("the first message is no hello")
-        reason = messages.difference(self.served.identity, fields[1])
-        if not hmac.compare_digest(fields[0].encode(), self.token.encode()):
+        token, identity, host = (*fields, "")[:3]
+        reason = messages.difference(self.served.identity, identity)
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
             reason = "its API keys are others than those of the prefill instance"
-        writer.write(messages.pack(*((messages.REFUSED, reason) if reason else (messages.WELCOME, self.epoch))))
+        shared = self.served.shared if host and host == messages.host_id() else ()
+        writer.write(messages.pack(*((messages.REFUSED, reason) if reason else (messages.WELCOME, self.epoch, shared))))
         await writer.drain()
         if reason:
             raise messages.TransferRefused(reason)
@@ -120,6 +125,8 @@ class _Connection:
                 number, indices = fields
                 for index in indices:
                     self._outbox.put_nowait((messages.PULL, number, index))
+            elif kind == messages.LOCATE:
+                self._outbox.put_nowait((messages.LOCATE, *fields))
             elif kind == messages.END and (job := self._jobs.pop(fields[0], None)):
                 del self._number_of[job.name]
                 self._served.jobs.end(job)
@@ -142,11 +149,12 @@ class _Connection:
 
     async def _send(self) -> None:
         beats = self._loop.create_task(self._beat())
+        answers: Mapping[str, Callable[..., bytes]] = {messages.PULL: self._block, messages.LOCATE: self._places}
         try:
             while True:
-                message = await self._outbox.get()
-                packed = self._block(*message[1:]) if message[0] == messages.PULL else messages.pack(*message)
-                self._writer.write(packed)
+                kind, *fields = await self._outbox.get()
+                answer = answers.get(kind)
+                self._writer.write(answer(*fields) if answer else messages.pack(kind, *fields))
                 await messages.within(messages.LEASE_S, self._writer.drain())
         finally:
             beats.cancel()
@@ -167,3 +175,18 @@ class _Connection:
             return b""
         digest = messages.checksum(self._epoch, job.keys[index], content)
         return messages.pack(messages.BLOCK, number, index, digest, content=content)
+
+    def _places(self, number: int, indices: Sequence[int]) -> bytes:
+        """Return the message with the places of blocks, or nothing if their job has ended."""
+        job, digests_of = self._jobs.get(number), self._served.digests
+        found = [(index, job.block_ids[index]) for index in indices if index in job.block_ids] if job else []
+        if job is None or digests_of is None or not found:
+            return b""
+        digests = digests_of([block for _, block in found])
+        if not job.is_leased:  # the blocks may have been overwritten while they were read
+            return b""
+        places = [
+            (index, block, messages.checksum(self._epoch, job.keys[index], digest))
+            for (index, block), digest in zip(found, digests, strict=True)
+        ]
+        return messages.pack(messages.LOCATED, number, places)

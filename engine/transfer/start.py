@@ -7,16 +7,18 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from engine.core.loop import EngineLoop
 from engine.core.prefill_jobs import PrefillJobs
 from engine.core.remote_prefill import RemotePrefill
 from engine.errors import ConfigError
+from engine.executors.rank_blocks import BlockAccess, DeviceBlocks
 from engine.exporting.files import model_hash
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 from engine.settings.device import CPU, with_device
-from engine.settings.disaggregation import DECODE, PREFILL
+from engine.settings.disaggregation import CUDA_IPC, DECODE, PREFILL, TCP
 from engine.settings.processes import ENGINE_PROGRESS_FILE
 from engine.settings.tls import server_context
 from engine.transfer.client import PrefillClient, PulledBlocks
@@ -30,14 +32,20 @@ ANSWER_WITHIN_S = 0.8  # prefill instances that refuse end the start; those that
 
 def start_transfer(loop: EngineLoop, config: Config, wake: Callable[[], None]) -> None:
     """Connect the loop with other instances. `wake` is called when a job arrives. Raises ConfigError."""
-    role = config.splitwise_role
-    if with_device(config).device != CPU:
-        raise ConfigError(f"SPLITWISE_ROLE is {role}: KV blocks can only be transferred with DEVICE=cpu so far")
-    access = loop.executor.blocks()  # type: ignore[attr-defined]
+    role, config = config.splitwise_role, with_device(config)
+    access: BlockAccess = loop.executor.blocks()  # type: ignore[attr-defined]
+    device = device_of(config, access)
     if role == PREFILL:
         model = Manifest.read(config.graph_path)
         loop.jobs = PrefillJobs(loop.scheduler, wake)
-        served = ServedBlocks(loop.jobs, access.read_block, identity(config), model.vocab_size, model.max_seq_len)
+        served = ServedBlocks(
+            loop.jobs,
+            access.read_block,
+            identity(config),
+            model.vocab_size,
+            model.max_seq_len,
+            *shared_by(config, device),
+        )
         address = config.service_host, config.engine_worker_queue_port
         try:
             server = PrefillServer(address, served, config.peer_token, server_context(config))
@@ -46,7 +54,9 @@ def start_transfer(loop: EngineLoop, config: Config, wake: Callable[[], None]) -
         log.info("prompts of decode instances are computed, port %d", server.port)
     elif role == DECODE:
         check_hosts(config)
-        pulled = PulledBlocks(access.write_block, len(access.read_block(0)), identity(config))
+        needs_device = config.kv_transfer == CUDA_IPC
+        size = len(access.read_block(0))
+        pulled = PulledBlocks(access.write_block, size, identity(config), device, needs_device)
         client = PrefillClient(config.prefill_addresses, pulled, config.peer_token, lambda host: tls_of(config, host))
         refusals = client.refusals(ANSWER_WITHIN_S)
         if (
@@ -56,12 +66,45 @@ def start_transfer(loop: EngineLoop, config: Config, wake: Callable[[], None]) -
         loop.remote = RemotePrefill(loop.scheduler, client, config.remote_prefill_min_tokens)
 
 
-def identity(config: Config) -> Mapping[str, str]:
-    """Return what two instances must have in common for their blocks to be equal to the last bit."""
-    from engine.ops.cpu import cpu_isa
+def device_of(config: Config, access: BlockAccess) -> DeviceBlocks | None:
+    """Return the blocks if KV_TRANSFER lets other processes copy them from GPU to GPU. Raises ConfigError."""
+    if config.device == CPU and config.kv_transfer == CUDA_IPC:
+        raise ConfigError(f"KV_TRANSFER is {CUDA_IPC}, which is for DEVICE=gpu; DEVICE is {CPU}")
+    return cast(DeviceBlocks, access) if config.device != CPU and config.kv_transfer != TCP else None
 
+
+def shared_by(config: Config, device: DeviceBlocks | None) -> tuple[Any, ...]:
+    """Return the last fields of `ServedBlocks`. Raises ConfigError if KV_TRANSFER needs what the GPU does not
+    support."""
+    if device is None:
+        return ()
+    try:
+        return device.digests, device.share()
+    except OSError as error:
+        if config.kv_transfer == CUDA_IPC:
+            raise ConfigError(f"KV_TRANSFER is {CUDA_IPC}, but the KV cache cannot be shared: {error}") from None
+        log.info("blocks are sent over TCP, because the KV cache cannot be shared: %s", error)
+        return ()
+
+
+def identity(config: Config) -> Mapping[str, str]:
+    """Return what two instances must have in common for their blocks to be equal: to the last bit on CPUs and with
+    BATCH_INVARIANT=1. `config` has a device."""
     model = model_hash(config.graph_path)
-    return {"protocol version": str(PROTOCOL), "model (hash)": model, "instruction set (CPU_ISA)": cpu_isa()}
+    return {"protocol version": str(PROTOCOL), "model (hash)": model, "device (DEVICE, CPU_ISA)": _arithmetic(config)}
+
+
+def _arithmetic(config: Config) -> str:
+    """Return a description of the device in which two devices differ if their results must not be mixed."""
+    if config.device == CPU:
+        from engine.ops.cpu import cpu_isa
+
+        return f"{CPU} with {cpu_isa()}"
+    if not config.batch_invariant:
+        return config.device
+    import torch
+
+    return f"{torch.cuda.get_device_name()} with BATCH_INVARIANT=1"
 
 
 def check_hosts(config: Config) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import random
 import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from engine.core.loop import EngineLoop
 from engine.core.prefill_jobs import PrefillJobs
 from engine.core.remote_prefill import RemotePrefill
-from engine.core.types import Request
+from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.settings.config import Config
 from engine.transfer.client import PrefillClient, PulledBlocks
@@ -19,6 +22,7 @@ from engine.transfer.server import PrefillServer, ServedBlocks
 from tests.patience import PATIENCE_S, wait_until
 
 NUM_BLOCKS = 400
+VOCAB_SIZE = 300
 TOKEN = "secret"
 IDENTITY = {"model": "tiny"}
 
@@ -83,20 +87,92 @@ def a_loop(graph_dir, num_blocks=NUM_BLOCKS):
     return EngineLoop(executor, num_blocks, config)
 
 
-def serve(loop, tls=None):
-    """Make `loop` that of a prefill instance and return its server."""
-    loop.jobs = PrefillJobs(loop.scheduler)
-    served = ServedBlocks(loop.jobs, loop.executor.blocks().read_block, IDENTITY, vocab_size=300, max_len=4096)
+def random_requests(seed, count):
+    """Return prompts, some of which begin alike, with sampling parameters of all kinds."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(70)] for _ in range(3)]
+    requests = []
+    for _ in range(count):
+        prompt = rng.choice(stems)[: rng.choice([0, 16, 17, 70])]
+        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 120))]
+        sampling = Sampling(
+            max_new_tokens=rng.randint(1, 12),
+            temperature=rng.choice([0.0, 1.0]),
+            top_p=rng.choice([1.0, 0.8]),
+            top_k=rng.choice([0, 20]),
+            min_p=rng.choice([0.0, 0.1]),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            logit_bias=rng.choice([(), ((5, 3.0),)]),
+            bad_words=rng.choice([(), ((7, 8),)]),
+            seed=rng.randrange(2**63),
+            num_logprobs=1,
+        )
+        requests.append((prompt, sampling))
+    return requests
+
+
+def answers_of_one(loop, requests):
+    """Return the answers of a mixed engine."""
+    answers = {str(index): [] for index in range(len(requests))}
+    for index, (prompt, sampling) in enumerate(requests):
+        loop.add(Request(str(index), list(prompt), len(prompt), sampling))
+    while not loop.is_idle:
+        for update in loop.step():
+            answers[update.request.request_id] += zip(update.token_ids, update.logprobs, strict=True)
+    return answers
+
+
+def serve(loop, tls=None, shares=False):
+    """Make `loop` that of a prefill instance and return its server. With `shares`, its blocks can be copied from its
+    device."""
+    loop.jobs, access = PrefillJobs(loop.scheduler), loop.executor.blocks()
+    shared = (access.digests, access.share()) if shares else ()
+    served = ServedBlocks(loop.jobs, access.read_block, IDENTITY, VOCAB_SIZE, 4096, *shared)
     return PrefillServer(("127.0.0.1", 0), served, TOKEN, tls)
 
 
-def connect(loop, port, identity=None, token=TOKEN, tls=lambda host: None):
-    """Make `loop` that of a decode instance, connected to the prefill instance at this port. Return its client."""
+def connect(loop, port, identity=None, token=TOKEN, tls=lambda host: None, **device):
+    """Make `loop` that of a decode instance, connected to the prefill instance at this port. Return its client.
+    `device` are further fields of PulledBlocks."""
     access = loop.executor.blocks()
-    pulled = PulledBlocks(access.write_block, len(access.read_block(0)), identity or IDENTITY)
+    pulled = PulledBlocks(access.write_block, len(access.read_block(0)), identity or IDENTITY, **device)
     client = PrefillClient([("127.0.0.1", port)], pulled, token, tls)
     loop.remote = RemotePrefill(loop.scheduler, client, min_tokens=32)
     return client
+
+
+class SharedHostMemory:
+    """Blocks of an executor on the CPU as DeviceBlocks, which can be opened in the same process."""
+
+    opened: ClassVar[dict[bytes, SharedHostMemory]] = {}
+
+    def __init__(self, access):
+        self._access, self._handle = access, str(id(self)).encode()
+        self.opened[self._handle] = self
+        self.read_block, self.write_block = access.read_block, access.write_block
+        self.peers, self.num_copied = {}, 0
+
+    def share(self):
+        return [(NUM_BLOCKS, [(self._handle, 0)])]
+
+    def digests(self, blocks):
+        return [hashlib.blake2b(self.read_block(block), digest_size=8).digest() for block in blocks]
+
+    def open(self, peer, shared):
+        [(_, [(handle, _)])] = shared
+        if handle not in self.opened:
+            raise OSError("it is on another planet")
+        self.peers[peer] = self.opened[handle]
+
+    def close(self, peer):
+        del self.peers[peer]
+
+    def copy(self, peer, moves):
+        for source, target in moves:
+            self.write_block(target, self.peers[peer].read_block(source))
+        self.num_copied += len(moves)
+        return self.digests([target for _, target in moves])
 
 
 @dataclass
@@ -112,11 +188,24 @@ class Pair:
 
     @classmethod
     def of(cls, graph_dir, link=None, num_blocks=NUM_BLOCKS):
-        prefill, decode = a_loop(graph_dir), a_loop(graph_dir, num_blocks)
-        server = serve(prefill)
+        return cls.of_loops(a_loop(graph_dir), a_loop(graph_dir, num_blocks), link)
+
+    @classmethod
+    def that_shares(cls, graph_dir, link=None):
+        """Return a pair that copies blocks from memory to memory."""
+        loops = [a_loop(graph_dir) for _ in range(2)]
+        for each in loops:
+            memory = SharedHostMemory(each.executor)
+            each.executor.blocks = lambda memory=memory: memory
+        return cls.of_loops(*loops, link, shares=True)
+
+    @classmethod
+    def of_loops(cls, prefill, decode, link=None, shares=False):
+        server = serve(prefill, shares=shares)
         if link:
             link.target = server.port
-        client = connect(decode, link.port if link else server.port)
+        device = {"device": decode.executor.blocks()} if shares else {}
+        client = connect(decode, link.port if link else server.port, **device)
         wait_until(lambda: client.is_ready)
         return cls(prefill, decode, server, client)
 

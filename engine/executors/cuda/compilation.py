@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -71,8 +72,13 @@ def warn_of_late_compilation() -> None:
     triton.knobs.runtime.jit_post_compile_hook = warn
 
 
+def expected() -> AbstractContextManager[None]:
+    """Compile without a warning inside the context: no request waits."""
+    return _hook("jit_post_compile_hook", None)
+
+
 @contextlib.contextmanager
-def _hook(name: str, function: Callable) -> Iterator[None]:
+def _hook(name: str, function: Callable | None) -> Iterator[None]:
     """Set a runtime hook of Triton inside the context."""
     before = getattr(triton.knobs.runtime, name)
     setattr(triton.knobs.runtime, name, function)

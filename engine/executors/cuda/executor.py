@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.core.types import PENDING, Batch, StepOutput
 from engine.errors import ConfigError
 from engine.executors.cuda.adapters import CudaAdapters
+from engine.executors.cuda.blocks import CudaBlocks
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.compilation import KernelCompiler, warn_of_late_compilation
 from engine.executors.cuda.host_cache import HostCache
@@ -176,6 +177,10 @@ class CudaExecutor:
     def drop_adapter(self, adapter_id: str) -> None:
         if self._adapters:
             self._adapters.drop(adapter_id)
+
+    def blocks(self) -> CudaBlocks:
+        """Return the access to the blocks that are allocated now."""
+        return CudaBlocks(self._caches, self._device)
 
     def launch(self, batch: Batch) -> CudaStep:
         self._slots.place(batch)

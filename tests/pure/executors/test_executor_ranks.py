@@ -93,7 +93,7 @@ class RankWithBlocks:
 
 def test_blocks_of_all_ranks_are_written_and_are_read_when_their_step_has_ended_everywhere():
     (ours, theirs), first, other = Pipe(), RankWithBlocks(num_steps=1), RankWithBlocks(num_steps=0)
-    serve_blocks(theirs, other)
+    serve_blocks(theirs, lambda: other)
     access = BlocksOfRanks(first, [ours])
     access.write_block(3, b"abcd")
     assert (first.written, other.written) == ({3: b"ab"}, {3: b"cd"})

@@ -1,7 +1,6 @@
 """Disaggregation between two engines in one process: equal answers, and computation in place of blocks that fail."""
 
 import contextlib
-import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,48 +18,26 @@ from engine.settings.tls import server_context
 from engine.transfer import client, messages
 from engine.transfer.start import tls_of
 from tests.patience import wait_until
-from tests.pure.transfer_pair import Link, Pair, a_loop, connect, serve
+from tests.pure.transfer_pair import (
+    VOCAB_SIZE,
+    Link,
+    Pair,
+    SharedHostMemory,
+    a_loop,
+    answers_of_one,
+    connect,
+    random_requests,
+    serve,
+)
 
 BLOCK_SIZE = 16
 CERTIFICATES = Path(__file__).parents[2] / "certificates"
 NUM_REQUESTS = 50
-VOCAB_SIZE = 300
-
-
-def random_requests(seed, count=NUM_REQUESTS):
-    """Return prompts, some of which begin alike, with sampling parameters of all kinds."""
-    rng = random.Random(seed)
-    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(70)] for _ in range(3)]
-    requests = []
-    for _ in range(count):
-        prompt = rng.choice(stems)[: rng.choice([0, 16, 17, 70])]
-        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 120))]
-        sampling = Sampling(
-            max_new_tokens=rng.randint(1, 12),
-            temperature=rng.choice([0.0, 1.0]),
-            top_p=rng.choice([1.0, 0.8]),
-            top_k=rng.choice([0, 20]),
-            min_p=rng.choice([0.0, 0.1]),
-            repetition_penalty=rng.choice([1.0, 1.3]),
-            presence_penalty=rng.choice([0.0, 0.5]),
-            logit_bias=rng.choice([(), ((5, 3.0),)]),
-            bad_words=rng.choice([(), ((7, 8),)]),
-            seed=rng.randrange(2**63),
-            num_logprobs=1,
-        )
-        requests.append((prompt, sampling))
-    return requests
 
 
 def alone(graph_dir, requests):
     """Return the answers of one mixed engine."""
-    loop, answers = a_loop(graph_dir), {str(index): [] for index in range(len(requests))}
-    for index, (prompt, sampling) in enumerate(requests):
-        loop.add(Request(str(index), list(prompt), len(prompt), sampling))
-    while not loop.is_idle:
-        for update in loop.step():
-            answers[update.request.request_id] += zip(update.token_ids, update.logprobs, strict=True)
-    return answers
+    return answers_of_one(a_loop(graph_dir), requests)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +49,7 @@ def graph_dir(exported):
     "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "qwen3_next"))]
 )  # all kinds of cache groups
 def test_answers_are_those_of_one_engine(family, exported):
-    graph_dir, requests = exported(family, block_size=BLOCK_SIZE), random_requests(seed=1)
+    graph_dir, requests = exported(family, block_size=BLOCK_SIZE), random_requests(seed=1, count=NUM_REQUESTS)
     pair = Pair.of(graph_dir)
     for index, (prompt, sampling) in enumerate(requests):
         pair.add(str(index), prompt, sampling)
@@ -82,6 +59,17 @@ def test_answers_are_those_of_one_engine(family, exported):
     assert counters.num_remote_prefills > NUM_REQUESTS / 2
     assert counters.num_remote_prefill_failures == 0
     assert counters.num_pulled_blocks >= counters.num_remote_prefills
+
+
+def test_answers_are_those_of_one_engine_when_blocks_are_copied_from_memory_to_memory(graph_dir):
+    requests = random_requests(seed=3, count=20)
+    pair = Pair.that_shares(graph_dir)
+    for index, (prompt, sampling) in enumerate(requests):
+        pair.add(str(index), prompt, sampling)
+    assert pair.run() == alone(graph_dir, requests)
+    counters = pair.decode.remote.counters
+    assert counters.num_remote_prefill_failures == 0
+    assert pair.decode.executor.blocks().num_copied == counters.num_pulled_blocks > 0
 
 
 LONG = [index * 7 % VOCAB_SIZE for index in range(500)]
@@ -129,6 +117,47 @@ def test_a_damaged_block_is_not_used(link, graph_dir, expected):
     pair.add("0", LONG, FEW)
     assert pair.run()["0"] == expected
     assert pair.decode.remote.counters.num_remote_prefill_failures == 1
+
+
+def test_a_block_that_is_overwritten_after_its_lease_has_ended_is_not_used(graph_dir, expected, monkeypatch):
+    """The prefill instance ends the lease after it has said where the blocks are, and before they are copied."""
+    pair, copy = Pair.that_shares(graph_dir), SharedHostMemory.copy
+
+    def overwrite_and_copy(memory, peer, moves):
+        block, _ = moves[-1]
+        content = memory.peers[peer].read_block(block)
+        memory.peers[peer].write_block(block, content[:-1] + bytes([content[-1] ^ 1]))
+        return copy(memory, peer, moves)
+
+    monkeypatch.setattr(SharedHostMemory, "copy", overwrite_and_copy)
+    pair.add("0", LONG, FEW)
+    assert pair.run()["0"] == expected
+    assert pair.decode.remote.counters.num_remote_prefill_failures == 1
+
+
+def test_shared_memory_is_closed_while_the_instance_is_lost(link, graph_dir, expected):
+    pair = Pair.that_shares(graph_dir, link)
+    memory = pair.decode.executor.blocks()
+    assert memory.peers
+    link.freeze()
+    wait_until(lambda: not memory.peers)
+    link.thaw()
+    wait_until(lambda: pair.client.is_ready)
+    pair.add("0", LONG, FEW)
+    assert pair.run()["0"] == expected
+    assert pair.decode.remote.counters.num_remote_prefill_failures == 0
+
+
+def test_blocks_come_over_tcp_if_memory_cannot_be_opened_unless_it_must_be(graph_dir, expected, monkeypatch):
+    monkeypatch.setattr(SharedHostMemory, "share", lambda memory: [(1, [(b"unknown", 0)])])
+    pair = Pair.that_shares(graph_dir)
+    pair.add("0", LONG, FEW)
+    assert pair.run()["0"] == expected
+    assert pair.decode.remote.counters.num_remote_prefill_failures == 0
+    loop = a_loop(graph_dir)
+    client = connect(loop, pair.server.port, device=SharedHostMemory(loop.executor), needs_device=True)
+    [refusal] = client.refusals(within_s=5)
+    assert refusal.endswith("KV_TRANSFER is cuda_ipc, but its caches cannot be opened: it is on another planet")
 
 
 def test_an_instance_that_does_not_compute_is_not_waited_for(graph_dir, expected, monkeypatch):
