@@ -1,4 +1,5 @@
-"""Time to read an image: preparation, tower, and first token of a prompt with it.
+"""Time to read an image: preparation, tower, and first token of a prompt with it. Preparation is what a worker process
+does after decoding; the time of the tower includes the patches, on every device.
 
     python -m benchmarks.images paddleocr-vl --sizes 768 1512
 
@@ -61,11 +62,11 @@ def measure(loop: EngineLoop, processor: ImageProcessor, size: int, number: int)
     image = Image.fromarray(rng.integers(0, 256, (size, size, 3), np.uint8))
     began = time.perf_counter()
     pixels = processor.resize(image)
-    processor.patches(pixels)
+    content_hash, data = processor.content_hash(pixels), pixels.tobytes()
     prepared = time.perf_counter() - began
     grid = processor.grid_of(*pixels.shape[:2])
     length = grid[1] * grid[2]
-    span = PromptSpan(2, length, processor.content_hash(pixels), grid=grid, pixels=pixels.tobytes())
+    span = PromptSpan(2, length, content_hash, grid=grid, pixels=data)
     found: dict[str, float] = {"image_tokens": length, "prepared_s": prepared}
     vision: Any = getattr(loop.executor, "vision", None)
     assert vision, "the model reads no images"

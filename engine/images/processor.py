@@ -164,7 +164,7 @@ class ImageProcessor:
         size, merge, (height, width, _) = self.patch_size, self.merge_size, pixels.shape
         grid = (height // self.unit, merge, size, width // self.unit, merge, size, 3)
         colours = np.empty((3, height, width), np.float32)
-        for colour, values in enumerate(self._normalized):
+        for colour, values in enumerate(self.normalized):
             np.take(values, pixels[:, :, colour], out=colours[colour])
         # to [rows, columns, merge, merge, colours, frames, size, size]
         patches = colours.reshape(3, *grid[:-1]).transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
@@ -180,7 +180,7 @@ class ImageProcessor:
         return made.digest()
 
     @cached_property
-    def _normalized(self) -> np.ndarray:
+    def normalized(self) -> np.ndarray:
         """Return the normalized value of each of the 256 values of a colour, f32 [3, 256]."""
         values = (np.arange(256) * (1 / 255)).astype(np.float32)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)

@@ -43,7 +43,7 @@ class PrecisionSupport:
 
 
 EVERYWHERE = (RUN,) * 4
-ONLY_CPUS = (RUN, RUN, REFUSED, REFUSED)
+NOT_ON_GPUS = (RUN, RUN, NOT_RUN, NOT_RUN)
 FAMILIES = (
     FamilySupport("llama", "Llama 1, 2, 3.x, and models of the same network", EVERYWHERE),
     FamilySupport("mistral", "Mistral 7B, Nemo, Small; with or without a sliding window"),
@@ -64,9 +64,9 @@ FAMILIES = (
     FamilySupport("seed_oss", "Seed-OSS"),
     FamilySupport("smollm3", "SmolLM3"),
     FamilySupport("starcoder2", "StarCoder2"),
-    FamilySupport("qwen3_5", "Qwen3.5, Qwen3.6, Qwen3.8, dense models; images on CPUs"),
+    FamilySupport("qwen3_5", "Qwen3.5, Qwen3.6, Qwen3.8, dense models"),
     FamilySupport("qwen3_5_text", "the same as text-only checkpoints"),
-    FamilySupport("qwen3_5_moe", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B); images on CPUs"),
+    FamilySupport("qwen3_5_moe", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B)"),
     FamilySupport("qwen3_5_moe_text", "the same as text-only checkpoints"),
     FamilySupport("qwen3_next", "Qwen3-Next, Qwen3-Coder-Next"),
     FamilySupport("deepseek_v2", "DeepSeek V2", has_int8_cache=False),
@@ -84,10 +84,10 @@ FAMILIES = (
     FamilySupport("dots1", "dots.llm1"),
     FamilySupport("minimax_m2", "MiniMax-M2"),
     FamilySupport("granitemoe", "Granite 3 with experts"),
-    FamilySupport("paddleocr_vl", "PaddleOCR-VL (0.9B)", ONLY_CPUS),
-    FamilySupport("qwen2_5_vl", "Qwen2.5-VL", ONLY_CPUS),
-    FamilySupport("qwen3_vl", "Qwen3-VL, dense models", ONLY_CPUS),
-    FamilySupport("qwen3_vl_moe", "Qwen3-VL with experts (30B-A3B, 235B-A22B)", ONLY_CPUS),
+    FamilySupport("paddleocr_vl", "PaddleOCR-VL (0.9B)", NOT_ON_GPUS),
+    FamilySupport("qwen2_5_vl", "Qwen2.5-VL", NOT_ON_GPUS),
+    FamilySupport("qwen3_vl", "Qwen3-VL, dense models", NOT_ON_GPUS),
+    FamilySupport("qwen3_vl_moe", "Qwen3-VL with experts (30B-A3B, 235B-A22B)", NOT_ON_GPUS),
 )
 PRECISIONS = (
     PrecisionSupport("32-bit float", "DTYPE=float32", ("dtype", "float32"), EVERYWHERE),

@@ -21,6 +21,12 @@ Grid = tuple[int, int, int]  # tokens as (frames, rows, columns)
 def tower_inputs(config: VisionConfig, patches: np.ndarray, grid: Grid) -> dict[str, np.ndarray]:
     """Return the inputs for the patches [T, values] of an image, which are in the order of its tokens. A tower with
     windows gets them window by window."""
+    tokens, inputs = place_inputs(config, grid)
+    return {PATCHES: patches.reshape(len(tokens), -1)[tokens].reshape(len(patches), -1), **inputs}
+
+
+def place_inputs(config: VisionConfig, grid: Grid) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return the tokens in the order of the tower, i32 [tokens], and all inputs except the patches."""
     _, rows, columns = grid
     per_token = config.merge_size**2
     tokens, window_ends = _windows(config.window, rows, columns)
@@ -32,7 +38,6 @@ def tower_inputs(config: VisionConfig, patches: np.ndarray, grid: Grid) -> dict[
     positions[1:] = config.merge_size * np.indices((rows, columns), np.int32).reshape(2, -1, 1) + inner[:, None]
     positions = positions[:, tokens].reshape(3, -1)
     inputs = {
-        PATCHES: patches.reshape(len(tokens), -1)[tokens].reshape(num_patches, -1),
         POSITIONS: positions,
         SEGMENT_ENDS: np.full(len(window_ends), num_patches, np.int32),
         TOKEN_ROWS: places[:, None] * per_token + np.arange(per_token, dtype=np.int32),
@@ -42,7 +47,7 @@ def tower_inputs(config: VisionConfig, patches: np.ndarray, grid: Grid) -> dict[
     if config.grid_size:
         sizes = rows * config.merge_size, columns * config.merge_size
         inputs |= _grid_inputs(positions[1:], sizes, config)
-    return inputs
+    return tokens, inputs
 
 
 def _windows(window: int, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ VISION_OPS = (
         bf16 before they are multiplied or added up.""",
         requires=("rotary_dim <= head_dim", "rotary_dim % 2 == 0", "head_dim % 2 == 0"),
         header="bidirectional_attention.h",
+        cuda="vision",
         is_row_wise=False,
     ),
     Op(
@@ -28,6 +29,7 @@ VISION_OPS = (
         " size.",
         ids_below=(("rows", "N"),),
         header="interpolate_rows.h",
+        cuda="vision",
     ),
     Op(
         "concat_rows",
@@ -37,6 +39,7 @@ VISION_OPS = (
         "`y[s]` is the rows `x[rows[s, 0]]`, `x[rows[s, 1]]`, .. side by side: patches that are merged into a token.",
         ids_below=(("rows", "T"),),
         header="concat_rows.h",
+        cuda="vision",
     ),
     Op(
         "add_gathered_rows",
@@ -56,5 +59,6 @@ VISION_OPS = (
         (),
         "`y = x · (1 + erf(x / sqrt(2))) / 2`: GELU (Hendrycks and Gimpel, 2016).",
         header="gelu_erf.h",
+        cuda="vision",
     ),
 )

@@ -75,6 +75,7 @@ def test_what_is_sent_arrives_with_its_shape_and_type(device):
             "table": np.arange(6 * turn, dtype=np.int32).reshape(turn, 6)[:, ::2],
             "seeds": np.array([2**64 - 1, turn], np.uint64),
             "floats": np.full(3, turn / 2, np.float32),
+            "bytes": np.arange(turn, dtype=np.uint8),
         }
         tensors = uploads.send(arrays)
         sent.append((arrays, Download.of(tensors, device)))

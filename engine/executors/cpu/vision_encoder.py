@@ -13,20 +13,15 @@ import numpy as np
 from engine import graph
 from engine.core.image_queue import EncodedPart
 from engine.core.spans import PromptSpan
-from engine.errors import InvalidRequest
 from engine.executors.cpu.program import CpuProgram, RowInputs
-from engine.images.processor import ImageProcessor
-from engine.models.families import read_model
-from engine.models.keys import read_json
-from engine.models.vision import PATCHES, SEGMENT_ENDS, TOKEN_ROWS, VISION_GRAPH, VisionFamily
-from engine.models.vision_inputs import tower_inputs
+from engine.executors.image_inputs import ImageInputs
+from engine.models.vision import PATCHES, SEGMENT_ENDS, TOKEN_ROWS, VISION_GRAPH
 from engine.ops.cpu.library import Counts
 
 # A part runs op by op until this time is over, so it may take as long as one op longer: that is the attention of a
 # layer, 0.5 s for an image of 1512 x 1512 pixels in the tower of PaddleOCR-VL on two cores, about as long as a chunk
 # of 512 tokens of its decoder. Longer parts would make others wait longer, and shorter ones gain nothing then.
 PART_S = 0.1
-RESERVED_PATCHES = 1 << 14  # of an image, for which memory is reserved
 
 
 class VisionProgram(CpuProgram):
@@ -63,19 +58,11 @@ class CpuVisionEncoder:
     """Vision tower on the CPU. Its parts run in the thread of the executor's steps."""
 
     def __init__(self, graph_dir: Path, rank: int, thread: ThreadPoolExecutor):
-        keys = read_json(graph_dir / "config.json")
-        model, processor = read_model(keys), ImageProcessor.read(graph_dir)
-        assert isinstance(model, VisionFamily) and model.vision and processor, "the export has a graph of a tower"
-        self._config, self._processor, self._thread = model.vision, processor, thread
+        self._images, self._thread = ImageInputs(graph_dir), thread
+        self.check = self._images.check
         self._program = VisionProgram(*graph.load(graph_dir, rank, VISION_GRAPH))
         self._span: PromptSpan | None = None
-        self.reserved_bytes = self._most_bytes()
-
-    def check(self, span: PromptSpan) -> None:
-        num_bytes = 3 * self._processor.unit**2 * span.length
-        if len(span.grid) != 3 or span.grid[0] != 1 or len(span.pixels) != num_bytes:
-            text = f"an image of {span.length} tokens has {num_bytes} bytes of pixels here, not {len(span.pixels)}"
-            raise InvalidRequest(text)
+        self.reserved_bytes = self._program.bytes_for(self._images.of(self._images.largest()))
 
     def begin(self, span: PromptSpan) -> None:
         self._span, self._has_begun = span, False
@@ -86,22 +73,8 @@ class CpuVisionEncoder:
     def _advance(self, span: PromptSpan | None) -> EncodedPart:
         assert span
         if not self._has_begun:
-            self._program.begin(self._inputs(span))
+            self._program.begin(self._images.of(span))
             self._has_begun = True
         outputs = self._program.advance(PART_S)
         embeddings = None if outputs is None else np.concatenate(list(outputs.values()), axis=1).tobytes()
         return EncodedPart(embeddings, time.monotonic())
-
-    def _inputs(self, span: PromptSpan) -> dict[str, np.ndarray]:
-        assert span.grid, "an image has a grid"
-        _, rows, columns = span.grid
-        unit = self._processor.unit
-        pixels = np.frombuffer(span.pixels, np.uint8).reshape(rows * unit, columns * unit, 3)
-        return tower_inputs(self._config, self._processor.patches(pixels), span.grid)
-
-    def _most_bytes(self) -> int:
-        """Return the memory that the largest usual image takes in addition to that of the parameters."""
-        num_patches = min(self._processor.max_pixels // self._processor.patch_size**2, RESERVED_PATCHES)
-        rows = max(int(num_patches**0.5) // self._config.merge_size, 1)
-        pixels = bytes(3 * (rows * self._processor.unit) ** 2)
-        return self._program.bytes_for(self._inputs(PromptSpan(0, rows**2, b"", grid=(1, rows, rows), pixels=pixels)))

@@ -29,12 +29,15 @@ from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
 from engine.executors.cuda.step_graphs import CHOICE, Arrays, Captured, StepGraphs, not_captured
 from engine.executors.cuda.transfer import Download, Uploads
+from engine.executors.cuda.vision_encoder import CudaVisionEncoder
 from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
+from engine.executors.image_inputs import ImageInputs
 from engine.executors.prompt_outputs import LOGITS_BYTES, max_prompt_logits
 from engine.executors.slots import Choices, Slots
 from engine.executors.spans import SlotSpans
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.models.layers import SPAN_EMBEDDINGS
+from engine.models.vision import VISION_GRAPH
 from engine.ops import cuda
 from engine.ops.cpu.group import Membership
 from engine.ops.cuda import group, invariant, prefill_attention
@@ -108,6 +111,10 @@ class CudaExecutor:
         self._last_tokens = torch.zeros(config.batch_size + 1, dtype=torch.int32, device=self._device)
         self._no_embeddings = torch.zeros(1, self._program.params[TABLE].shape[1], device=self._device)
         self.states: Tensor | None = None  # [T, H] of the last step, until the next, if the graph has them
+        self.vision: CudaVisionEncoder | None = None
+        if self._membership.rank == 0 and config.enable_mm and VISION_GRAPH in model.graphs:
+            tower, dtype = self.load_graph(VISION_GRAPH), self._program.params[TABLE].dtype
+            self.vision = CudaVisionEncoder(tower, ImageInputs(graph_dir), self._device, dtype)
         self.block_size, self.block_bytes = model.block_size, self._caches.block_bytes
         self.max_prompt_logits = max_prompt_logits(model.vocab_size)
 
@@ -130,6 +137,7 @@ class CudaExecutor:
         free, total = torch.cuda.mem_get_info(self._device)
         foreign = total - free - torch.cuda.memory_reserved(self._device)  # context, captured graphs, others
         own = torch.cuda.max_memory_allocated(self._device) - self._caches.num_bytes
+        own += self.vision.num_bytes if self.vision else 0
         return max(0, int(total * self._utilization) - foreign - own - 2 * self._logits_bytes - LOGITS_BYTES)
 
     def allocate(self, num_blocks: int) -> None:
@@ -166,6 +174,8 @@ class CudaExecutor:
         self._compiler.compile()
         for batch in warm_up_batches(limits, fresh_lengths):
             self._run_alone(batch, wait=CudaStep.result)
+        if self.vision:
+            self.vision.warm_up()
         torch.cuda.reset_peak_memory_stats(self._device)
         warn_of_late_compilation()
         log.info("steps of every kind ran in %.1f s", time.monotonic() - started)
@@ -201,9 +211,11 @@ class CudaExecutor:
         return step
 
     def close(self) -> None:
+        if self.vision:
+            self.vision.close()
         self._graphs.clear()
         self._caches.clear()
-        del self._program, self._adapted, self._adapters, self._host_cache
+        del self._program, self._adapted, self._adapters, self._host_cache, self.vision
         if self._membership.num_ranks > 1:  # otherwise the group belongs to another model in this process
             group.leave()
         if self._device.type == "cuda":

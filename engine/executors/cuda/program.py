@@ -16,11 +16,12 @@ from engine.models.layers import HIDDEN, LOGIT_ROWS, LOGITS, STATES
 from engine.ops.catalogue import FUSED
 from engine.ops.cuda.adapters import Layer, add_adapters
 from engine.ops.cuda.prefill_attention import KnownStarts
+from engine.ops.cuda.vision import QueryTiles
 
 GROUPS, LOGIT_GROUPS = "groups", "logit_groups"  # inputs described in `engine.ops.cuda.adapters`
 OF_TOKENS, OF_LOGITS = -1, -2  # their value ids
 # by name; KnownStarts of query_starts inform attention, and logit_rows=None requests the outputs of all rows
-Inputs = Mapping[str, Tensor | KnownStarts | None]
+Inputs = Mapping[str, Tensor | KnownStarts | QueryTiles | None]
 
 
 class Outputs(NamedTuple):
@@ -56,7 +57,8 @@ class CudaProgram:
         self.graph, self.params = graph, params
         self._params = {value.id: params[name] for name, value in graph.parameters.items()}
         self._inputs = {name: value.id for name, value in graph.inputs.items()}
-        self._outputs = [graph.outputs[name].id for name in (LOGITS, HIDDEN, STATES) if name in graph.outputs]
+        names = [name for name in (LOGITS, HIDDEN, STATES) if name in graph.outputs] or [*graph.outputs]
+        self._outputs = [graph.outputs[name].id for name in names]
         fused = _fused(graph, ops, keep_products=bool(layers))
         self._calls = _calls(fused.nodes, {*self._params, *self._outputs}, ops)
         if layers:
@@ -64,7 +66,11 @@ class CudaProgram:
             self._calls = _adapted(graph, self._calls, layers)
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        """Run the graph. The caches among the inputs are updated in place."""
+        """Run the graph of a decoder. The caches among the inputs are updated in place."""
+        return Outputs(*self.run(inputs))
+
+    def run(self, inputs: Inputs) -> list[Tensor]:
+        """Run the graph and return its outputs."""
         values = self._params | {number: inputs[name] for name, number in self._inputs.items()}
         for run, given, outputs, last in self._calls:
             results = run(*[None if number is None else values[number] for number in given])
@@ -72,7 +78,7 @@ class CudaProgram:
                 del values[number]
             for number, result in zip(outputs, results if isinstance(results, tuple) else (results,), strict=True):
                 values[number] = result
-        return Outputs(*[values[number] for number in self._outputs])
+        return [values[number] for number in self._outputs]
 
 
 def check_ops(graph: Graph, ops: ModuleType) -> None:

@@ -10,8 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Unsigned integers arrive as signed ones with the same bits. Types of 8 bytes come first, for their alignment.
-DTYPES = {torch.int64: ("int64", "uint64"), torch.float32: ("float32",), torch.int32: ("int32", "uint32")}
+# Unsigned integers arrive as signed ones with the same bits. Larger types come first, for their alignment.
+DTYPES = {
+    torch.int64: ("int64", "uint64"),
+    torch.float32: ("float32",),
+    torch.int32: ("int32", "uint32"),
+    torch.uint8: ("uint8",),
+}
 IN_FLIGHT = 2  # maximum number of launched steps that are not known to have ended
 
 

@@ -90,7 +90,8 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    return x + y
+    """Return the sum in the type of `x`; learned positions of images are float32."""
+    return x + y.to(x.dtype)
 
 
 def scale(x: Tensor, *, factor: float) -> Tensor:
