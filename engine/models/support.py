@@ -43,7 +43,6 @@ class PrecisionSupport:
 
 
 EVERYWHERE = (RUN,) * 4
-NOT_ON_GPUS = (RUN, RUN, NOT_RUN, NOT_RUN)
 FAMILIES = (
     FamilySupport("llama", "Llama 1, 2, 3.x, and models of the same network", EVERYWHERE),
     FamilySupport("mistral", "Mistral 7B, Nemo, Small; with or without a sliding window"),
@@ -84,10 +83,10 @@ FAMILIES = (
     FamilySupport("dots1", "dots.llm1"),
     FamilySupport("minimax_m2", "MiniMax-M2"),
     FamilySupport("granitemoe", "Granite 3 with experts"),
-    FamilySupport("paddleocr_vl", "PaddleOCR-VL (0.9B)", NOT_ON_GPUS),
-    FamilySupport("qwen2_5_vl", "Qwen2.5-VL", NOT_ON_GPUS),
-    FamilySupport("qwen3_vl", "Qwen3-VL, dense models", NOT_ON_GPUS),
-    FamilySupport("qwen3_vl_moe", "Qwen3-VL with experts (30B-A3B, 235B-A22B)", NOT_ON_GPUS),
+    FamilySupport("paddleocr_vl", "PaddleOCR-VL (0.9B)"),
+    FamilySupport("qwen2_5_vl", "Qwen2.5-VL"),
+    FamilySupport("qwen3_vl", "Qwen3-VL, dense models"),
+    FamilySupport("qwen3_vl_moe", "Qwen3-VL with experts (30B-A3B, 235B-A22B)"),
 )
 PRECISIONS = (
     PrecisionSupport("32-bit float", "DTYPE=float32", ("dtype", "float32"), EVERYWHERE),
