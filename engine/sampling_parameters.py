@@ -86,6 +86,18 @@ class SamplingParameters:
         off=-1,
         keeps=lambda logits, value: logits >= logits.max() - value * logits[logits > -math.inf].std(),
     )
+    xtc_probability: float = _parameter(
+        0.0,
+        0,
+        1,
+        "0 to 1, how often XTC applies: of the tokens above `xtc_threshold` only the least likely can be chosen",
+    )
+    xtc_threshold: float = _parameter(
+        0.1,
+        0,
+        1,
+        "0 to 1: the probability from which on `xtc_probability` excludes likelier tokens; no effect above 0.5",
+    )
     temperature: float = _parameter(
         1.0,
         0,

@@ -61,9 +61,16 @@ def pick(adjusted: np.ndarray, rows: SamplingRows, row: int) -> int:
         value = getattr(rows, parameter.name)[row]
         if parameter.keeps and value != parameter.neutral:
             adjusted = np.where(parameter.keeps(adjusted, value), adjusted, -np.inf)
-    weights = np.exp((adjusted.astype(np.float64) - largest) / rows.temperature[row])  # the largest is 1
+    wide = adjusted.astype(np.float64)
+    weights = np.exp((wide - largest) / rows.temperature[row])  # the largest is 1
     order = np.lexsort((np.arange(len(weights)), -adjusted))  # likeliest first, lowest id on a tie
-    order = order[weights[order] >= rows.min_p[row]]
+    order = order[(weights[order] >= rows.min_p[row]) & (adjusted[order] > -np.inf)]
+    draw, xtc = philox_uniforms(int(rows.seed[row]), int(rows.counter[row]))
+    if xtc < rows.xtc_probability[row]:
+        shares = np.exp(wide[order] - largest)
+        num_top = np.count_nonzero(shares / shares.sum() >= rows.xtc_threshold[row])
+        order = order[max(0, num_top - 1) :]
+        weights = np.exp(np.minimum(wide - wide[order[0]], 0) / rows.temperature[row])
     order = order[weights[order] > 0]
     if rows.top_k[row] > 0:
         order = order[: rows.top_k[row]]
@@ -72,16 +79,17 @@ def pick(adjusted: np.ndarray, rows: SamplingRows, row: int) -> int:
         order = order[: np.searchsorted(running, rows.top_p[row] * running[-1]) + 1]
     kept = np.sort(order)
     running = np.cumsum(weights[kept])
-    u = philox_uniform(int(rows.seed[row]), int(rows.counter[row]))
-    return int(kept[min(np.searchsorted(running, u * running[-1], side="right"), len(kept) - 1)])
+    return int(kept[min(np.searchsorted(running, draw * running[-1], side="right"), len(kept) - 1)])
 
 
-def philox_uniform(seed: int, counter: int) -> float:
-    """Philox4x32-10: key = seed, counter = (counter, 0); 53 bits of its first two words, in [0, 1)."""
-    first, second, _, _ = philox4x32(
-        (counter & 0xFFFFFFFF, counter >> 32 & 0xFFFFFFFF, 0, 0), (seed & 0xFFFFFFFF, seed >> 32)
-    )
-    return ((first << 32 | second) >> 11) * 2.0**-53
+def philox_uniforms(seed: int, counter: int) -> tuple[float, float]:
+    """Return the numbers in [0, 1) that draw a token and decide about XTC.
+
+    Philox4x32-10: key = seed, counter = (counter, 0); 53 bits of its first two words, and of its last two.
+    """
+    words = philox4x32((counter & 0xFFFFFFFF, counter >> 32 & 0xFFFFFFFF, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
+    first, second, third, fourth = words
+    return ((first << 32 | second) >> 11) * 2.0**-53, ((third << 32 | fourth) >> 11) * 2.0**-53
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

@@ -20,7 +20,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logits_processors", "logits_processors_args", "custom_logit_processor"), ()),
     **dict.fromkeys(("stop_regex", "no_stop_trim", "lora_path", "vllm_xargs", "watermarking"), ()),
     **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "logprob_token_ids", "repetition_detection"), ()),
-    **dict.fromkeys(("extra_body", "mirostat", "dry_multiplier", "xtc_probability", "top_a", "dynatemp_range"), ()),
+    **dict.fromkeys(("extra_body", "mirostat", "dry_multiplier", "top_a", "dynatemp_range"), ()),
     **{"typical_p": (1,), "tfs_z": (1,)},
     **dict.fromkeys(("moderation", "whitespace_pattern", "guided_whitespace_pattern", "disaggregate_info"), ()),
     **dict.fromkeys(("return_hidden_states", "return_routed_experts", "return_meta_info", "session_params"), ()),

@@ -13,7 +13,8 @@ from engine.ops.sampling_rows import SampledRows  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.sampling_cases import CASES, a_mask, some_logits, some_rows, with_pairs  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+IGNORED = [f"ignore:{what} encountered" for what in ("overflow", "invalid value", "divide by zero")]
+pytestmark = pytest.mark.filterwarnings(*IGNORED)
 VOCABS = [1, 70, 5003] if IS_INTERPRETED else [1, 31, 70, 5003, 128256]
 
 

@@ -21,6 +21,7 @@ class Candidates {
   // The shortest run of the likeliest that reaches this share of their weight, or of the row's after take_share.
   void keep_share(float share);
 
+  double total() const { return k_->add_up(weights_.get(), count_); }
   double total_of_all();
   int32_t draw(double u) const;              // the first, in order of ids, whose running sum exceeds u * total
   std::vector<int32_t> ranked_ids() const;   // likeliest first

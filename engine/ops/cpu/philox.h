@@ -2,8 +2,12 @@
 #pragma once
 #include <cstdint>
 
-// key = seed, counter = (counter, 0): 53 bits of the first two words, in [0, 1).
-inline double philox_uniform(uint64_t seed, uint64_t counter) {
+struct Uniforms {
+  double draw, xtc;  // in [0, 1), independent of each other
+};
+
+// key = seed, counter = (counter, 0): 53 bits of the first two words, and of the last two.
+inline Uniforms philox_uniforms(uint64_t seed, uint64_t counter) {
   uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32), c2 = 0, c3 = 0;
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; round++) {
@@ -15,5 +19,8 @@ inline double philox_uniform(uint64_t seed, uint64_t counter) {
     k0 += 0x9E3779B9;
     k1 += 0xBB67AE85;
   }
-  return static_cast<double>((uint64_t{c0} << 32 | c1) >> 11) * 0x1p-53;
+  const auto uniform = [](uint64_t high, uint64_t low) {
+    return static_cast<double>((high << 32 | low) >> 11) * 0x1p-53;
+  };
+  return {uniform(c0, c1), uniform(c2, c3)};
 }

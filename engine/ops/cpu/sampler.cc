@@ -86,17 +86,40 @@ class RowSampler {
     return static_cast<float>(static_cast<double>(largest) - static_cast<double>(values_.top_n_sigma) * sigma);
   }
 
+  // XTC: of the tokens whose probability, without the temperature and among those that are at least `floor`, reaches
+  // the threshold, only the last stays: the least likely, on a tie the one with the highest id.
+  const float* without_top_choices(const float* x, float largest, float floor) {
+    space_.candidates.begin(k_, x, vocab_, largest, 1.0f);
+    space_.candidates.take_at_least(floor);
+    const double wanted = static_cast<double>(values_.xtc_threshold) * space_.candidates.total();
+    const float bound = std::max(floor, static_cast<float>(static_cast<double>(largest) + std::log(wanted)));
+    int64_t last = -1;
+    for (int64_t i = 0; i < vocab_; i++)
+      if (x[i] >= bound && (last < 0 || x[i] <= x[last])) last = i;
+    if (last < 0) return x;
+    space_.adjusted.resize(static_cast<size_t>(vocab_));
+    float* left = space_.adjusted.data();
+    for (int64_t i = 0; i < vocab_; i++) left[i] = x[i] >= bound && i != last ? -kInfinity : x[i];
+    return left;
+  }
+
   int32_t pick(const float* x) {
-    const float largest = k_.largest(x, vocab_), temperature = values_.temperature;
+    const float temperature = values_.temperature;
+    float largest = k_.largest(x, vocab_);
     if (largest == -kInfinity) return -1;
     if (temperature == 0) return static_cast<int32_t>(k_.find(x, vocab_, largest));
     Candidates& candidates = space_.candidates;
-    candidates.begin(k_, x, vocab_, largest, temperature);
+    const Uniforms uniforms = philox_uniforms(values_.seed, static_cast<uint64_t>(values_.counter));
     const int64_t top_k = values_.top_k;
     const float min_p = values_.min_p, top_p = values_.top_p;
     float floor = min_p > 0 ? largest + std::log(min_p) * temperature : kLowest;
     if (values_.top_n_sigma > 0) floor = std::max(floor, sigma_floor(x, largest));
     const bool has_floor = floor > kLowest;
+    if (uniforms.xtc < static_cast<double>(values_.xtc_probability)) {
+      x = without_top_choices(x, largest, floor);
+      largest = k_.largest(x, vocab_);
+    }
+    candidates.begin(k_, x, vocab_, largest, temperature);
     if (top_k > 0 && top_k < vocab_)
       candidates.take_top(top_k, floor);
     else if (top_p < 1 && !has_floor)
@@ -106,7 +129,7 @@ class RowSampler {
     else
       candidates.take_all();
     if (top_p < 1) candidates.keep_share(top_p);
-    return candidates.draw(philox_uniform(values_.seed, static_cast<uint64_t>(values_.counter)));
+    return candidates.draw(uniforms.draw);
   }
 
   // Log-probabilities of the model's own logits: of the sampled token and of the likeliest ones.

@@ -30,6 +30,7 @@ STEP_ARRAYS = [
     *("embeddings", "query_tiles"),
     *("temperatures", "min_ps", "wanted", "seeds", "counters", "num_wanted", "mask"),
     *("starts", "ends", "ids", "biases", "seen_counts", "repetitions", "frequencies", "presences"),
+    *("probabilities", "thresholds"),
 ]
 PDL = {"launch_pdl": True} if IS_USED else {}  # keywords of a launch
 HAS_COPY_ENGINE = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= NEEDED  # TMA

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.ops import cpu, reference
-from engine.ops.reference_sampling import philox4x32, philox_uniform
+from engine.ops.reference_sampling import philox4x32, philox_uniforms
 from tests.sampling_cases import CASES, VOCAB, a_mask, some_logits, some_rows, with_pairs
 
 
@@ -111,6 +111,18 @@ def test_draws_follow_the_distribution(ops):
     assert np.allclose(np.bincount(kept, minlength=5) / num, [2 / 3, 1 / 3, 0, 0, 0], atol=3 * 0.5 / num**0.5)
 
 
+def test_xtc_leaves_the_least_likely_token_above_the_threshold_as_often_as_asked(ops):
+    num = 400
+    logits = np.tile(np.log([0.125, 0.5, 0.25, 0.0625, 0.0625]).astype(np.float32), (num, 1))
+    rows = some_rows(num, counter=np.arange(num), temperature=0.01, xtc_probability=0.25, xtc_threshold=0.1)
+    drawn = ops.sample(logits, rows).token_ids
+    assert set(drawn.tolist()) == {0, 1}
+    assert np.mean(drawn == 0) == pytest.approx(0.25, abs=0.07)
+    for threshold, last in ((0.3, 1), (0.2, 2), (0.06, 4)):  # one token above, two, and all with a tie
+        rows = some_rows(num, temperature=0.01, xtc_probability=1, xtc_threshold=threshold)
+        assert set(ops.sample(logits, rows).token_ids.tolist()) == {last}
+
+
 def test_philox_gives_the_published_numbers():
     """Known answers of the authors' own test, Random123 kat_vectors."""
     assert philox4x32((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
@@ -121,6 +133,8 @@ def test_philox_gives_the_published_numbers():
 
 
 def test_uniform_numbers_are_uniform():
-    numbers = [philox_uniform(5, counter) for counter in range(2000)]
-    assert 0 <= min(numbers) < 0.01 < 0.99 < max(numbers) < 1
-    assert np.mean(numbers) == pytest.approx(0.5, abs=0.03)
+    pairs = np.array([philox_uniforms(5, counter) for counter in range(2000)])
+    for numbers in pairs.T:
+        assert 0 <= min(numbers) < 0.01 < 0.99 < max(numbers) < 1
+        assert np.mean(numbers) == pytest.approx(0.5, abs=0.03)
+    assert abs(np.corrcoef(pairs.T)[0, 1]) < 0.1

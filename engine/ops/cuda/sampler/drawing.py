@@ -68,7 +68,7 @@ def _choose(
         each = tl.where(bound > -float("inf"), weights_of(bound, largest, temperature, min_p), 0.0)
         weights = tl.load(above + at, mask=is_part, other=0) + num_kept * each.to(tl.float64)
         running = tl.cumsum(weights, 0)
-        target = _uniform(tl.load(seeds + row), tl.load(counters + row)) * tl.sum(weights, 0)
+        target = uniforms(tl.load(seeds + row), tl.load(counters + row))[0] * tl.sum(weights, 0)
         # The first kept token, by id, with which the running sum exceeds the target: its part, then itself.
         chosen = _first(running > target, weights > 0, part, PARTS)
         reached = tl.sum(tl.where(part == chosen, running - weights, 0), 0)
@@ -89,9 +89,14 @@ def _first(exceeds, has_weight, ids, none):
 
 
 @triton.jit
-def _uniform(seed, counter):
-    """Return 53 bits of Philox4x32-10 (Salmon et al., 2011) as a number in [0, 1)."""
+def uniforms(seed, counter):
+    """Return two numbers in [0, 1), which are 53 bits each of Philox4x32-10 (Salmon et al., 2011)."""
     low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
-    first, second, _, _ = tl.philox(seed, low, high, 0, 0)
-    bits = ((first.to(tl.uint64) << 32) | second.to(tl.uint64)) >> 11
+    first, second, third, fourth = tl.philox(seed, low, high, 0, 0)
+    return _number(first, second), _number(third, fourth)
+
+
+@triton.jit
+def _number(high, low):
+    bits = ((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> 11
     return bits.to(tl.float64) * (1.0 / 9007199254740992)

@@ -1,18 +1,27 @@
-"""Changes of logits before sampling: masks, biases, bans and penalties."""
+"""Changes of logits before sampling: masks, biases, bans, penalties and exclusions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.ops.cuda.launch import kernel
+from engine.ops.cuda.sampler.drawing import uniforms
+from engine.sampling_parameters import SamplingParameters
 
 BLOCK = 8192  # logits a program
 ENTRIES = 256  # of biases and of what was seen, at a time
-FIELDS = ("mask", "bias_ids", "seen_ids", "top_n_sigma")  # that change logits, with those that go with them
+FIELDS = (
+    "mask",
+    "bias_ids",
+    "seen_ids",
+    "top_n_sigma",
+    "xtc_probability",
+)  # that change logits, with those that go with them
 
 
 def changes(rows: Mapping[str, Tensor]) -> bool:
@@ -31,6 +40,16 @@ def change(logits: Tensor, rows: Mapping[str, Tensor]) -> None:
         _penalize[(num_rows,)](logits, *seen, *penalties, vocab, ENTRIES)
     if "top_n_sigma" in rows:
         _cut_by_sigma[(num_rows,)](logits, rows["top_n_sigma"], vocab, BLOCK, num_warps=8)
+    if "xtc_probability" in rows:
+        _exclude_top_choices(logits, rows)
+
+
+def _exclude_top_choices(logits: Tensor, rows: Mapping[str, Tensor]) -> None:
+    thresholds = rows.get("xtc_threshold")  # is not sent if all rows have the default
+    if thresholds is None:
+        thresholds = torch.full_like(rows["xtc_probability"], SamplingParameters.xtc_threshold)
+    read = [rows[name] for name in ("temperature", "min_p", "seed", "counter")]
+    _xtc[(len(logits),)](logits, rows["xtc_probability"], thresholds, *read, logits.shape[1], BLOCK, num_warps=8)
 
 
 @kernel
@@ -94,6 +113,40 @@ def _cut_by_sigma(logits, wanted, vocab, BLOCK: tl.constexpr):
         for start in range(0, vocab, BLOCK):
             ids, values, _ = _part(logits + row * vocab, start, vocab, BLOCK)
             tl.store(logits + row * vocab + ids, -float("inf"), mask=(ids < vocab) & (values < floor))
+
+
+@kernel
+def _xtc(
+    logits, probabilities, thresholds, temperatures, min_ps, seeds, counters, vocab, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Exclude the tokens above the threshold except the last one: the least likely, on a tie with the highest id."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    uniform = uniforms(tl.load(seeds + row), tl.load(counters + row))[1]
+    if (temperature > 0) & (uniform < tl.load(probabilities + row)):
+        largest, infinity = tl.full([], -float("inf"), tl.float32), tl.full([], float("inf"), tl.float32)
+        for start in range(0, vocab, BLOCK):
+            _, values, is_allowed = _part(logits + row * vocab, start, vocab, BLOCK)
+            largest = tl.maximum(largest, tl.max(tl.where(is_allowed, values, -infinity), 0))
+        floor = largest + tl.log(tl.load(min_ps + row)) * temperature  # of min_p, which comes before
+        total = tl.zeros([], tl.float64)
+        for start in range(0, vocab, BLOCK):
+            _, values, is_allowed = _part(logits + row * vocab, start, vocab, BLOCK)
+            weights = tl.where(is_allowed & (values >= floor), tl.exp(values - largest), 0.0)
+            total += tl.sum(weights.to(tl.float64), 0)
+        bound = tl.maximum(floor, largest + tl.log(tl.load(thresholds + row) * total).to(tl.float32))
+        least, last = infinity, tl.full([], -1, tl.int32)
+        for start in range(0, vocab, BLOCK):
+            ids, values, is_allowed = _part(logits + row * vocab, start, vocab, BLOCK)
+            tops = tl.where(is_allowed & (values >= bound), values, infinity)
+            part_least = tl.min(tops, 0)
+            part_last = tl.max(tl.where(tops == part_least, ids, -1), 0)
+            last = tl.where((part_least <= least) & (part_least < infinity), part_last, last)
+            least = tl.minimum(least, part_least)
+        for start in range(0, vocab, BLOCK):
+            ids, values, is_allowed = _part(logits + row * vocab, start, vocab, BLOCK)
+            is_excluded = ((values >= bound) & (ids != last)) | (values < floor)  # min_p refers to the largest of all
+            tl.store(logits + row * vocab + ids, -infinity, mask=is_allowed & is_excluded)
 
 
 @triton.jit
