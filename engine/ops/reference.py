@@ -185,12 +185,16 @@ def to_fp8_rows(x: np.ndarray, *, is_blocked: bool) -> tuple[np.ndarray, np.ndar
     The largest magnitude that shares a scale becomes 448 or -448. An element that is not finite makes them NaN.
     """
     width = x.shape[1]
-    groups = np.pad(x, ((0, 0), (0, -width % FP8_BLOCK))).reshape(len(x), -1, FP8_BLOCK) if is_blocked else x[:, None]
+    groups = (
+        np.pad(x, ((0, 0), (0, -width % FP8_BLOCK))).reshape(len(x), -(-width // FP8_BLOCK), FP8_BLOCK)
+        if is_blocked
+        else x[:, None]
+    )
     with np.errstate(invalid="ignore"):
         steps = np.abs(groups).max(axis=2, keepdims=True) / LARGEST_FP8
         quotients = groups / np.where(steps == 0, np.float32(1), steps)
         numbers = np.clip(quotients, -LARGEST_FP8, LARGEST_FP8).astype(ml_dtypes.float8_e4m3fn)
-    return numbers.view(np.uint8).reshape(len(x), groups[0].size if len(x) else width)[:, :width], steps[..., 0]
+    return numbers.view(np.uint8).reshape(len(x), groups.shape[1] * groups.shape[2])[:, :width], steps[..., 0]
 
 
 def rotary_angles(positions: np.ndarray, inv_freq: np.ndarray, *, attention_scaling: float) -> np.ndarray:
