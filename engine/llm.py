@@ -149,6 +149,18 @@ class LLM:
                 raise
         return [item.finished() for answers in by_prompt for item in select_best(answers, answers[0].options.n)]
 
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling: dict[str, Any] | None = None,
+        progress: bool = True,
+    ) -> list[Answer]:
+        """Generate the next message of a conversation, or of each of several ones. Messages are those of the native
+        protocol and OpenAI's: texts, and images as `image_url` parts. `sampling` holds request fields for all of them,
+        such as `tools`, `chat_template_kwargs` and `mm_processor_kwargs`. Raises the errors of `generate`."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([{"messages": each} for each in conversations], sampling, progress)
+
     def close(self) -> None:
         """Free the model when the running call has ended. Has no effect if it is closed, or in a fork of the
         process."""

@@ -49,6 +49,19 @@ def test_answers_come_in_the_order_of_their_prompts(llm):
     assert {answer.finish_reason for answer in answers} == {"length"}
 
 
+def test_a_chat_is_one_conversation_or_several(llm):
+    chat = [{"role": "user", "content": "a"}]
+    parts = [{"type": "text", "text": "c"}]
+    longer = [*chat, {"role": "assistant", "content": "b"}, {"role": "user", "content": parts}]
+    expected = llm.generate([{"messages": chat}, {"messages": longer}], GREEDY, progress=False)
+    assert llm.chat(chat, GREEDY, progress=False) == expected[:1]
+    assert llm.chat([chat, longer], GREEDY, progress=False) == expected
+    assert len(expected[1].prompt_token_ids) > len(expected[0].prompt_token_ids)
+    assert llm.chat([], GREEDY, progress=False) == []
+    with pytest.raises(InvalidRequest, match="prompt 1: .*messages"):
+        llm.chat([chat, "text"], GREEDY, progress=False)
+
+
 def test_settings_have_the_names_of_other_servers_as_well(tmp_path):
     given = {"max_num_seqs": 8, "quantization": "wint4", "speculative_config": {"method": "ngram"}, "max_model_len": 64}
     more = {
