@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from engine.core.spans import PromptSpan
@@ -20,7 +20,18 @@ class EncodedPart(NamedTuple):
     """The result of a part of an encoding."""
 
     embeddings: bytes | None  # those of PromptSpan; None: there are more parts
-    ended_at: float  # seconds, time.monotonic
+    ended_at: float  # time.monotonic
+    duration_s: float
+
+
+@dataclass
+class ImageCounters:
+    """Counters since the start."""
+
+    num_image_queries: int = 0  # images of requests that were looked up among the kept embeddings
+    num_image_hits: int = 0  # of these, found
+    num_images_encoded: int = 0
+    image_time_s: float = 0.0  # in the vision tower
 
 
 class VisionEncoder(Protocol):
@@ -49,6 +60,7 @@ class ImageQueue:
 
     def __init__(self, encoder: VisionEncoder, max_bytes: int = MAX_CACHED_BYTES):
         self.ended_at = 0.0  # when the last part ended, time.monotonic
+        self.counters = ImageCounters()
         self._encoder = encoder
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._embeddings: dict[bytes, bytes] = {}  # by content hash, least recently used first
@@ -75,7 +87,11 @@ class ImageQueue:
     def has_embeddings(self, request: Request, num_cached: int) -> bool:
         """Return whether a request has the embeddings of all images that end after `num_cached` tokens. Otherwise it
         waits for them, and is not to be asked for until then."""
-        if self._fill(request, num_cached) is None:
+        num_wanted = _num_missing(request, num_cached)
+        first_missing = self._fill(request, num_cached)
+        self.counters.num_image_queries += num_wanted
+        self.counters.num_image_hits += num_wanted - _num_missing(request, num_cached)
+        if first_missing is None:
             return True
         request.images_from = num_cached
         self._waiting.append(request)
@@ -86,8 +102,10 @@ class ImageQueue:
         if self._part:
             if not self._part.done():
                 return
-            embeddings, self.ended_at = self._part.result()
+            embeddings, self.ended_at, duration_s = self._part.result()
             self._part = None
+            self.counters.image_time_s += duration_s
+            self.counters.num_images_encoded += embeddings is not None
             if embeddings is not None and self._span:
                 self._keep(self._span.content_hash, embeddings)
                 self._span = None
@@ -146,6 +164,10 @@ class ImageQueue:
 
 def _is_missing(span: PromptSpan) -> bool:
     return bool(span.pixels) and not span.embeddings
+
+
+def _num_missing(request: Request, num_cached: int) -> int:
+    return sum(_is_missing(span) and span.end > num_cached for span in request.spans)
 
 
 def without_computable(spans: Sequence[PromptSpan]) -> Sequence[PromptSpan]:

@@ -12,7 +12,7 @@ from engine.core.beam_driver import BeamDriver
 from engine.core.block_pool import BlockPool
 from engine.core.draft_counts import DraftCounts
 from engine.core.grammar import CompilationQueue, Grammars
-from engine.core.image_queue import ImageQueue, VisionEncoder
+from engine.core.image_queue import ImageCounters, ImageQueue, VisionEncoder
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.prefill_jobs import PrefillJobs
 from engine.core.remote_prefill import PullCounters, RemotePrefill
@@ -27,7 +27,7 @@ STEP_MARGIN = 3.0  # a step of n tokens takes at most this times as long as n st
 
 
 @dataclass
-class Stats(PullCounters, Counters):
+class Stats(PullCounters, ImageCounters, Counters):
     """Counters since the start and the current state, from which the metrics of the server are made."""
 
     num_running: int = 0
@@ -199,6 +199,7 @@ class EngineLoop:
         stats = Stats(
             **asdict(scheduler.counters),
             **asdict(self.remote.counters if self.remote else PullCounters()),
+            **asdict(self._images.counters if self._images else ImageCounters()),
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting) + len(self._compiling),
             num_waiting_tokens=scheduler.waiting.num_tokens,

@@ -66,6 +66,10 @@ ENGINE_FAMILIES = (
         "num_remote_prefill_failures",
     ),
     ("llm_pulled_blocks_total", COUNTER, "Blocks that prefill instances have sent", "num_pulled_blocks"),
+    ("llm_image_embedding_queries_total", COUNTER, "Images of starting requests", "num_image_queries"),
+    ("llm_image_embedding_hits_total", COUNTER, "Of these, images with kept embeddings", "num_image_hits"),
+    ("llm_images_encoded_total", COUNTER, "Images that the vision tower has encoded", "num_images_encoded"),
+    ("llm_image_encoding_seconds_total", COUNTER, "Time in the vision tower", "image_time_s"),
     ("llm_drafted_tokens_total", COUNTER, "Tokens tried ahead of the model", "num_drafted_tokens"),
     ("llm_accepted_tokens_total", COUNTER, "Of these, the model's own", "num_accepted_tokens"),
 )

@@ -46,7 +46,7 @@ def expected(checkpoint):
     """Return the answers of `LLM` to CHATS: their token ids and texts."""
     llm = LLM(checkpoint, device="cpu", block_size=BLOCK)
     try:
-        answers = llm.generate([{"messages": chat} for chat in CHATS.values()], OPTIONS, progress=False)
+        answers = llm.chat(list(CHATS.values()), OPTIONS, progress=False)
     finally:
         llm.close()
     return dict(zip(CHATS, answers, strict=True))
@@ -69,6 +69,12 @@ def asked(server, path, body):
     status, answer = post(server, path, body)
     assert status == 200, answer
     return answer
+
+
+def metric(server, family):
+    with urllib.request.urlopen(f"{server.http_url}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{family} "))
 
 
 def native(server, messages, **more):
@@ -118,6 +124,8 @@ def test_a_second_question_about_an_image_finds_it_in_the_prefix_cache(server):
     before_image = len(asked(server, "/tokenize", {"prompt": f"<|im_start|>system\n{LONG}<|im_end|>\n"})["tokens"])
     assert (first, other) == (0, before_image // BLOCK * BLOCK)
     assert again >= other + BLOCK  # of which the image is a part
+    wait_until(lambda: metric(server, "llm_images_encoded_total") >= 2)  # which follows once a second
+    assert metric(server, "llm_image_encoding_seconds_total") > 0
 
 
 def test_an_answer_goes_on_when_the_engine_dies(server, expected):

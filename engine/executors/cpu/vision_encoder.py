@@ -72,9 +72,11 @@ class CpuVisionEncoder:
 
     def _advance(self, span: PromptSpan | None) -> EncodedPart:
         assert span
+        started = time.monotonic()
         if not self._has_begun:
             self._program.begin(self._images.of(span))
             self._has_begun = True
         outputs = self._program.advance(PART_S)
         embeddings = None if outputs is None else np.concatenate(list(outputs.values()), axis=1).tobytes()
-        return EncodedPart(embeddings, time.monotonic())
+        ended = time.monotonic()
+        return EncodedPart(embeddings, ended, ended - started)

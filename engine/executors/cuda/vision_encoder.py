@@ -61,10 +61,12 @@ class CudaVisionEncoder:
     @torch.inference_mode()
     def _encode(self, span: PromptSpan | None) -> EncodedPart:
         assert span
+        started = time.monotonic()
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             embeddings = torch.cat(self._program.run(self._inputs(span)), dim=1)
             found = Download.of({EMBEDDINGS: embeddings.float()}, self._device).wait()
-        return EncodedPart(found[EMBEDDINGS].tobytes(), time.monotonic())
+        ended = time.monotonic()
+        return EncodedPart(found[EMBEDDINGS].tobytes(), ended, ended - started)
 
     def _inputs(self, span: PromptSpan) -> Inputs:
         tokens, arrays = self._images.places(span)

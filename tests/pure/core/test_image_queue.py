@@ -37,7 +37,7 @@ class PartEncoder:
         self.events.append("part")
         self.num_left -= 1
         part: Future[EncodedPart] = Future()
-        part.set_result(EncodedPart(None if self.num_left else embeddings_of(self.span), 0.0))
+        part.set_result(EncodedPart(None if self.num_left else embeddings_of(self.span), 0.0, 0.25))
         return part
 
 
@@ -105,6 +105,9 @@ def test_an_image_of_several_requests_is_encoded_once():
     loop.add(with_image("later"))
     run(loop)
     assert encoder.begun == [b"cat"]
+    stats = loop.stats()
+    assert (stats["num_image_queries"], stats["num_image_hits"], stats["num_images_encoded"]) == (4, 1, 1)
+    assert stats["image_time_s"] == 3 * 0.25
 
 
 def test_an_image_that_the_prefix_cache_has_is_not_encoded_and_one_that_it_lost_is():
@@ -117,6 +120,7 @@ def test_an_image_that_the_prefix_cache_has_is_not_encoded_and_one_that_it_lost_
     assert encoder.begun == [b"cat"]
     loop.add(a_request(range(1000, 1040), 4, "other"))  # takes the blocks
     run(loop)
+    assert loop.stats()["num_image_queries"] == 1  # an image in a cached prefix is not looked up
     loop.add(with_image("lost", num_tokens=24))
     run(loop)
     assert encoder.begun == [b"cat", b"cat"]

@@ -101,6 +101,10 @@ def test_the_counters_tell_what_was_done():
         "num_remote_prefills": 0,
         "num_remote_prefill_failures": 0,
         "num_pulled_blocks": 0,
+        "num_image_queries": 0,
+        "num_image_hits": 0,
+        "num_images_encoded": 0,
+        "image_time_s": 0.0,
         "step_age_s": 0.0,
     }
 
