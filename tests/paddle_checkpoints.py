@@ -37,6 +37,31 @@ def make_paddle_checkpoint(checkpoint: Path, out: Path, files: str = "model.safe
     return out
 
 
+def quantize(checkpoint: Path, types: dict[str, str], **config: object) -> dict[str, np.ndarray]:
+    """Quantize a checkpoint in Paddle's format as FastDeploy does. Return the new values of its matrices [K, N].
+
+    `types` has `wint8` or `wint4` by parts of the names of layers; the first that fits counts.
+    """
+    tensors, values = load_file(checkpoint / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        bits = next((int(kind[-1]) for part, kind in types.items() if part in name), 0)
+        if not bits:
+            continue
+        matrix = tensors[name].astype(np.float32)
+        largest = 2 ** (bits - 1) - 1
+        scale = np.abs(matrix).max(axis=0) / largest
+        values[name] = np.clip(np.rint(matrix / scale), -largest - 1, largest) * scale
+        given = paddle.to_tensor(values[name].astype(np.float32)).astype("float16")
+        codes, scales = paddle.nn.quant.weight_quantize(given, algo=f"weight_only_int{bits}", arch=80)
+        del tensors[name]
+        layer = name.removesuffix("weight")
+        tensors |= {f"{layer}quant_weight": codes.numpy(), f"{layer}weight_scale": scales.numpy().astype(np.float32)}
+    save_file(tensors, checkpoint / "model.safetensors")
+    keys = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(keys | {"quantization_config": config}))
+    return values
+
+
 def _save(tensors: Tensors, path: Path) -> None:
     is_bf16 = {name: array.dtype == ml_dtypes.bfloat16 for name, array in tensors.items()}
     made = {name: paddle.to_tensor(array.astype(np.float32)) for name, array in tensors.items()}

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy
 import numpy as np
 
+from engine.models.fastdeploy import CODES, SCALE, FastDeployMatrix, matrix_of
 from engine.models.keys import ModelError, whole_number
 from engine.models.stored import NAMES, Joined, Stored, slices
 
@@ -94,7 +95,9 @@ def as_in_transformers(keys: dict[str, Any], tensors: dict[str, Stored]) -> tupl
     for name, stored in tensors.items():
         ours = f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
         layer, _, end = ours.rpartition(".")
-        if layer.endswith(TURNED):
+        if end in (CODES, SCALE):
+            made |= _quantized(name, layer, keys, tensors)
+        elif layer.endswith(TURNED):
             for part, spans in _parts(layer, stored.get_shape()[-1], keys).items():
                 made[f"{part}.{end}"] = Turned(stored, spans)
         elif ours == LM_HEAD and not is_tied:
@@ -102,6 +105,15 @@ def as_in_transformers(keys: dict[str, Any], tensors: dict[str, Stored]) -> tupl
         else:
             made[ours] = stored
     return keys | {"tie_word_embeddings": is_tied}, made
+
+
+def _quantized(
+    name: str, layer: str, keys: Mapping[str, Any], tensors: Mapping[str, Stored]
+) -> dict[str, FastDeployMatrix]:
+    """Return the matrices of transformers in a layer that FastDeploy has quantized, once for its two tensors."""
+    matrix = matrix_of(name.rpartition(".")[0], tensors)
+    parts = _parts(layer, matrix.get_shape()[0], keys)
+    return {f"{part}.weight": replace(matrix, spans=spans) for part, spans in parts.items()}
 
 
 def _parts(layer: str, width: int, keys: Mapping[str, Any]) -> dict[str, Sequence[tuple[int, int]]]:

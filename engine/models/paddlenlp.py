@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from engine.models.compressed_tensors import as_stored
 from engine.models.families import read_model
 from engine.models.keys import ModelError, read_json, whole_number
 from engine.models.mixture_config import MixtureConfig
+from engine.models.paddle_packed import PaddlePacked, packed
 from engine.models.paddlenlp_kinds import FROM_CHECKPOINT, MIXTURES, MODEL_TYPES, kind_of, refuse
 from engine.models.stored import Joined, Stored
 from engine.paddle_files import PaddleFileError, read_params, read_program
@@ -39,55 +39,8 @@ LAYER: Leaves = {  # the checkpoint's tensors in each, and the axis of a matrix 
     "ffn1": (("mlp.gate_proj", "mlp.up_proj"), 0),
     "ffn2": (("mlp.down_proj",), 1),
 }
-# Bits -> place of each element of a row among 16 or 32 neighbors. The kernels unpack several elements at a time.
-PLACES = {
-    8: np.array([2 * r if r < 8 else 2 * (r - 8) + 1 for r in range(16)]),
-    4: np.array([r % 8 // 2 * 8 + r % 2 * 4 + r // 8 for r in range(32)]),
-}
-TILE = 64  # consecutive elements of one row, when 2 or 4 rows are interleaved
 
 Params = Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True, eq=False)
-class PaddlePacked:
-    """View of a quantized matrix [N, K] that is stored in the layout of CUDA kernels."""
-
-    stored: np.ndarray  # its bytes, u8 [N * K * bits / 8]
-    bits: int
-    shape: tuple[int, int]
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Return the dtype of the elements: int8 for 8 bits, uint8 for 4 bits, where the code 8 stands for zero."""
-        return np.dtype(np.int8 if self.bits == 8 else np.uint8)
-
-    @property
-    def interleaved(self) -> int:
-        """Return the number of rows that are interleaved."""
-        return 16 // self.bits
-
-    def rows(self, start: int, stop: int) -> PaddlePacked:
-        """Return rows `start` to `stop`, in the same layout. Raises ModelError if that cuts interleaved rows."""
-        if start % self.interleaved or stop % self.interleaved:
-            raise ModelError(f"rows {start} to {stop} cut those that are interleaved, {self.interleaved} at a time")
-        row_bytes = self.shape[1] * self.bits // 8
-        return replace(
-            self, stored=self.stored[start * row_bytes : stop * row_bytes], shape=(stop - start, self.shape[1])
-        )
-
-    def __getitem__(self, key: tuple[slice, slice]) -> np.ndarray:
-        start, stop = key[0].start, key[0].stop
-        first = start - start % self.interleaved
-        some = self.rows(first, min(stop + -stop % self.interleaved, self.shape[0]))
-        return some._plain()[start - first : stop - first, key[1]]
-
-    def _plain(self) -> np.ndarray:
-        numbers = self.stored ^ 0x80 if self.bits == 8 else np.stack([self.stored & 15, self.stored >> 4], axis=1)
-        tiles = numbers.reshape(-1, self.shape[1] // TILE, self.interleaved, TILE).swapaxes(1, 2)
-        places = PLACES[self.bits]
-        mixed = tiles.reshape(self.shape[0], self.shape[1] // len(places), len(places))
-        return mixed[..., places].reshape(self.shape).view(self.dtype)
 
 
 def rank_files(directory: Path) -> list[Path]:
@@ -242,7 +195,7 @@ def _matrix(name: str, params: Params, leaf: str) -> Any:
         return array
     if array.dtype != np.int8:
         return array if leaf == "qkv" else array.T
-    return _packed(array, _scale(name, params), array.shape[1])
+    return packed(array, _scale(name, params), array.shape[1])
 
 
 def _expert_matrix(name: str, params: Params, expert: int, columns: int) -> Any:
@@ -250,22 +203,13 @@ def _expert_matrix(name: str, params: Params, expert: int, columns: int) -> Any:
     array = params[name][expert]
     if name.endswith("_scale"):
         return array[:, None]
-    return array.T if array.dtype != np.int8 else _packed(array, _scale(name, params)[expert], columns)
+    return array.T if array.dtype != np.int8 else packed(array, _scale(name, params)[expert], columns)
 
 
 def _scale(name: str, params: Params) -> np.ndarray:
     if (scale := params.get(f"{name}_scale")) is None:
         raise ModelError(f"it has 8-bit numbers without scales, which is not how a {KINDS} is stored")
     return scale
-
-
-def _packed(array: np.ndarray, scale: np.ndarray, columns: int) -> PaddlePacked:
-    """Return the bytes of `array` as a matrix with a row of so many columns for each scale."""
-    rows, bits = len(scale), array.size * 8 // max(1, len(scale) * columns)
-    fits = scale.ndim == 1 and bits in PLACES and rows * columns * bits == array.size * 8
-    if not fits or columns % TILE or rows % (16 // bits):
-        raise ModelError(f"{array.shape} of bytes and {scale.shape} of scales are no matrix of 8 or 4 bits by channel")
-    return PaddlePacked(np.ascontiguousarray(array).view(np.uint8).reshape(-1), bits, (rows, columns))
 
 
 def _quantization(directory: Path, tensors: Mapping[str, Stored]) -> tuple[Quantization, ...]:

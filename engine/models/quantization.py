@@ -1,7 +1,7 @@
 """Reads a checkpoint's quantization_config: which layers are quantized, and by which reader.
 
-Readers: gptq.py (GPTQ, AWQ), compressed_tensors.py, fp8.py and fp4.py (8-bit and 4-bit floats, recognised by their
-tensors). ModelError reports every other variant, and a checkpoint whose tensors contradict its config.
+Readers: gptq.py (GPTQ, AWQ), compressed_tensors.py, and by their tensors fp8.py and fp4.py (8-bit and 4-bit floats) and
+fastdeploy.py. ModelError reports every other variant, and a checkpoint whose tensors contradict its config.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 from engine.dtypes import CODES_PER_SCALE, FP8_BLOCK, SMALL_GROUP
 from engine.models.coded import KEY, Quantization, need
 from engine.models.compressed_tensors import compressed_tensors, is_fp4, parts
+from engine.models.fastdeploy import fastdeploy
 from engine.models.gptq import awq, gptq
 from engine.models.keys import ModelError, an_object
 
+OF_FASTDEPLOY = {"quantization", "dense_quant_type", "moe_quant_type"}  # keys of a config without quant_method
 NVFP4 = ("NVFP4", "W4A16_NVFP4")  # values of quant_algo
 
 
@@ -27,7 +29,8 @@ def read_quantization(keys: Mapping[str, Any]) -> tuple[Quantization, ...]:
     config = an_object(keys, KEY)
     if not config:
         return ()
-    method = config.get("quant_method", "unknown")
+    is_fastdeploy = not OF_FASTDEPLOY.isdisjoint(config)
+    method = config.get("quant_method", "fastdeploy" if is_fastdeploy else "unknown")
     if method not in [*METHODS]:  # config.json may have a value of any type
         raise ModelError(
             f"config.json: {KEY}.quant_method is {method!r}, supported are {', '.join(METHODS)}, and plain weights"
@@ -89,5 +92,6 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[Quantization, ...]]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "modelopt": _modelopt,
+    "fastdeploy": fastdeploy,
     "mxfp4": lambda config: (),
 }

@@ -2,12 +2,14 @@
 
 import json
 import pickle
+import shutil
 
 import numpy as np
 import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from engine.dtypes import from_bf16
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, export
 from engine.graph import load
@@ -18,7 +20,7 @@ from engine.models.stored import Joined
 from tests.checkpoints import make_checkpoint
 from tests.family_checkpoints import make_checkpoint as make_family
 from tests.mtp_checkpoints import make_mtp_checkpoint
-from tests.paddle_checkpoints import make_paddle_checkpoint
+from tests.paddle_checkpoints import make_paddle_checkpoint, quantize
 
 
 def params_of(source, out, num_ranks=1, **options):
@@ -77,6 +79,62 @@ def test_keys_that_are_left_out_have_paddles_defaults(tmp_path):
     made = json.loads((tmp_path / "found/config.json").read_text())
     assert {key: made[key] for key in given} == given
     assert made["rms_norm_eps"] == 1e-6
+
+
+SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """Return a folder quantized as by FastDeploy, and its twin in floats with the numbers that the codes stand for."""
+    folder = tmp_path_factory.mktemp("fastdeploy")
+    plain = make_paddle_checkpoint(make_checkpoint(folder / "checkpoint", "ernie4_5", **SIZES), folder / "plain")
+    coded = make_paddle_checkpoint(folder / "checkpoint", folder / "coded")
+    values = quantize(coded, {"self_attn": "wint8", "mlp": "wint4"}, quantization="mix_quant", dense_quant_type="wint8")
+    tensors = load_file(plain / "model.safetensors") | {name: each.astype("f") for name, each in values.items()}
+    save_file(tensors, plain / "model.safetensors")
+    return coded, plain
+
+
+def test_matrices_that_fastdeploy_has_quantized_keep_their_numbers(quantized, tmp_path):
+    coded, plain = quantized
+    [found], [wanted] = params_of(coded, tmp_path / "found"), params_of(plain, tmp_path / "wanted", dtype="float32")
+    kinds = {name: array.dtype for name, array in found.items() if f"{name}_scale" in found}
+    assert {kind.name for kind in kinds.values()} == {"int8", "uint8"}
+    for name, kind in kinds.items():
+        codes, scale = found[name], found[f"{name}_scale"]
+        if kind == np.uint8:
+            scale = np.repeat(from_bf16(scale), 64, axis=1)
+            codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(scale.shape).astype(np.int8) - 8
+        values = codes * scale.reshape(len(codes), -1)
+        if name in wanted:
+            np.testing.assert_allclose(values, wanted[name], rtol=2**-7, atol=1e-6, err_msg=name)
+    assert sum(name in wanted for name in kinds) >= 8
+
+
+def test_ranks_share_matrices_that_fastdeploy_has_quantized(quantized, tmp_path):
+    assert len(params_of(quantized[0], tmp_path / "out", num_ranks=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "left_out", "message"),
+    [
+        ({"quantization": "w4a8"}, "", "quantization of FastDeploy is 'w4a8'"),
+        ({"quantization": "mix_quant", "moe_quant_type": "w4a8"}, "", "moe_quant_type of FastDeploy is 'w4a8'"),
+        ({"quantization": "wint8"}, "weight_scale", r"o_proj\.weight_scale is missing"),
+        ({"quantization": "wint8"}, "quant_weight", r"o_proj\.quant_weight is missing"),
+    ],
+)
+def test_other_quantizations_of_fastdeploy_are_refused(quantized, config, left_out, message, tmp_path):  # noqa: PLR0913
+    broken = tmp_path / "broken"
+    shutil.copytree(quantized[0], broken)
+    keys = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(keys | {"quantization_config": config}))
+    tensors = load_file(broken / "model.safetensors")
+    tensors.pop(f"ernie.layers.0.self_attn.o_proj.{left_out}", None)
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        params_of(broken, tmp_path / "out")
 
 
 def test_any_part_of_a_turned_matrix_is_read():
