@@ -34,7 +34,7 @@ def a_chat(*files, text="What is it?"):
 CHATS = {name: a_chat(*files) for name, files in (("one", FILES[:1]), ("other", FILES[1:2]), ("two", FILES[:2]))}
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "paddleocr_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "paddleocr_vl", "qwen3_vl", "qwen3_5"])
 def checkpoint(request, tmp_path_factory):
     directory = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", request.param, seed=0)
     add_vision_tokens(directory)
@@ -120,6 +120,7 @@ def test_a_second_question_about_an_image_finds_it_in_the_prefix_cache(server):
 
     first, _ = cached(FILES[2], "a")
     again, _ = cached(FILES[2], "b")
+    cached(a_file(an_image(60, 200, seed=8)), "b")  # a model with states keeps one where this prompt branches off
     other, _ = cached(a_file(an_image(60, 200, seed=7)), "b")
     before_image = len(asked(server, "/tokenize", {"prompt": f"<|im_start|>system\n{LONG}<|im_end|>\n"})["tokens"])
     assert (first, other) == (0, before_image // BLOCK * BLOCK)
