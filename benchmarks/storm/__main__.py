@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             after = server.footprint()
         finally:
             server.stop()
-        stopped = server.footprint()
+        stopped = server.footprint_at_the_end()
     held = {"blocks": idle["num_blocks_held"], "requests": idle["num_open"]}
     memory = {kind: growth(sizes) for kind, sizes in samples.items()}
     broken = ledger.broken_promises() + [f"{count} {what} are still held" for what, count in held.items() if count]

@@ -20,6 +20,7 @@ from server_scripts.run_dir import Process, children_of, read_stat
 
 KINDS = ("engine", "rank", "fork", "grammar", "stub", "tritonserver", "gateway", "health", "supervisor")
 MIN_AGE_S = 2.0  # minimum age of a victim: a process that does no work yet reveals nothing
+END_S = 5.0  # until the last process has ended after a stop
 
 
 class StormServer(Server):
@@ -67,6 +68,14 @@ class StormServer(Server):
             files=sum(path.is_file() and path.suffix != ".progress" for path in self.run_dir.path.rglob("*")),
             shm=sum(name.startswith(self.run_dir.shm_prefix) for name in os.listdir("/dev/shm")),
         )
+
+    def footprint_at_the_end(self) -> Counter[str]:
+        """Return the footprint once no process is left, or after a few seconds. The kernel kills grammar workers when
+        their fork server has ended, which `stop_server` does not wait for."""
+        deadline = time.monotonic() + END_S
+        while (left := self.footprint())["processes"] and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
 
     async def disturb(self, ledger: Ledger, victims: list[tuple[str, str]], every_s: float, until: float) -> None:
         """Disturb a random one of `victims`, pairs of `kill` or `stop` and a kind of process, about every `every_s`
