@@ -42,10 +42,16 @@ def health_of(server, what):
     return get(server.ports["HEALTH_HTTP_PORT"], f"/v2/health/{what}")
 
 
-def stream_lines(server, body):
+@contextlib.contextmanager
+def stream_of(server, body):
     request = urllib.request.Request(f"{server.http_url}/v1/chat/completions", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=120) as response:
-        return [json.loads(line) for line in response]
+        yield (json.loads(line) for line in response)
+
+
+def stream_lines(server, body):
+    with stream_of(server, body) as lines:
+        return list(lines)
 
 
 def grpc_request(fields):
