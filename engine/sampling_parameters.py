@@ -46,6 +46,18 @@ def _parameter(neutral: float, low: float, high: float, meaning: str, **more: An
     return dataclasses.field(default=neutral, metadata={"low": low, "high": high, "meaning": meaning, **more})
 
 
+def _typical(logits: Any, share: float) -> Any:
+    """Keep the tokens that are nearest to the mean of all logits, weighted by probability (Meister et al., 2022: the
+    distance of a log-probability from the expected one is the same). The last one's ties are kept as well."""
+    shifted = logits.astype(float) - logits.max()
+    weights, is_allowed = math.e**shifted, shifted > -math.inf
+    mean = (weights[is_allowed] * shifted[is_allowed]).sum() / weights.sum()
+    distances = abs(shifted - mean).astype(logits.dtype)
+    order = distances.argsort(kind="stable")
+    running = weights[order].cumsum()
+    return distances <= distances[order[running.searchsorted(share * running[-1])]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParameters:
     """The parameters of one request. The defaults are neutral."""
@@ -85,6 +97,14 @@ class SamplingParameters:
         needs="must be in {limit}, or -1 for all tokens",
         off=-1,
         keeps=lambda logits, value: logits >= logits.max() - value * logits[logits > -math.inf].std(),
+    )
+    typical_p: float = _parameter(
+        1.0,
+        0,
+        1,
+        "0 to 1: choose from the tokens whose log-probabilities are nearest to the expected one, as many as have this "
+        "probability together",
+        keeps=_typical,
     )
     xtc_probability: float = _parameter(
         0.0,

@@ -61,7 +61,7 @@ def pick(adjusted: np.ndarray, rows: SamplingRows, row: int) -> int:
         value = getattr(rows, parameter.name)[row]
         if parameter.keeps and value != parameter.neutral:
             adjusted = np.where(parameter.keeps(adjusted, value), adjusted, -np.inf)
-    wide = adjusted.astype(np.float64)
+    wide, largest = adjusted.astype(np.float64), adjusted.max()
     weights = np.exp((wide - largest) / rows.temperature[row])  # the largest is 1
     order = np.lexsort((np.arange(len(weights)), -adjusted))  # likeliest first, lowest id on a tie
     order = order[(weights[order] >= rows.min_p[row]) & (adjusted[order] > -np.inf)]

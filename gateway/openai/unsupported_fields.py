@@ -21,7 +21,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stop_regex", "no_stop_trim", "lora_path", "vllm_xargs", "watermarking"), ()),
     **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "logprob_token_ids", "repetition_detection"), ()),
     **dict.fromkeys(("extra_body", "mirostat", "dry_multiplier", "top_a", "dynatemp_range"), ()),
-    **{"typical_p": (1,), "tfs_z": (1,)},
+    "tfs_z": (1,),
     **dict.fromkeys(("moderation", "whitespace_pattern", "guided_whitespace_pattern", "disaggregate_info"), ()),
     **dict.fromkeys(("return_hidden_states", "return_routed_experts", "return_meta_info", "session_params"), ()),
     **dict.fromkeys(("custom_params", "images_config", "media_io_kwargs", "mm_hashes", "response_max_tokens"), ()),

@@ -20,6 +20,7 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();  // what is bann
 // Work memory of a thread, kept from call to call.
 struct Workspace {
   std::vector<float> adjusted;
+  std::vector<double> weights;
   Candidates candidates;
 };
 
@@ -86,6 +87,42 @@ class RowSampler {
     return static_cast<float>(static_cast<double>(largest) - static_cast<double>(values_.top_n_sigma) * sigma);
   }
 
+  // typical_p: of the tokens that are at least `floor`, those nearest to the mean logit, weighted by probability, stay:
+  // as few as have this share of the probability, and all that are as near as the last of them.
+  const float* typical(const float* x, float largest, float floor) {
+    std::vector<double>& weights = space_.weights;
+    weights.assign(static_cast<size_t>(vocab_), 0.0);
+    double total = 0, sum = 0;
+    for (int64_t i = 0; i < vocab_; i++) {
+      if (!(x[i] >= floor)) continue;
+      const double shifted = static_cast<double>(x[i]) - static_cast<double>(largest);
+      total += weights[static_cast<size_t>(i)] = std::exp(shifted);
+      sum += weights[static_cast<size_t>(i)] * shifted;
+    }
+    const double mean = static_cast<double>(largest) + sum / total;
+    const auto distance = [&](int64_t i) { return static_cast<float>(std::abs(static_cast<double>(x[i]) - mean)); };
+    // The bits of positive floats are ordered as the floats are.
+    uint32_t low = 0, high = 0x7f800000;
+    while (low < high) {
+      const uint32_t bits = (low + high) / 2;
+      float bound;
+      std::memcpy(&bound, &bits, sizeof(bound));
+      double within = 0;
+      for (int64_t i = 0; i < vocab_; i++)
+        if (distance(i) <= bound) within += weights[static_cast<size_t>(i)];
+      if (within > 0 && within >= static_cast<double>(values_.typical_p) * total)
+        high = bits;
+      else
+        low = bits + 1;
+    }
+    float bound;
+    std::memcpy(&bound, &high, sizeof(bound));
+    space_.adjusted.resize(static_cast<size_t>(vocab_));
+    float* left = space_.adjusted.data();
+    for (int64_t i = 0; i < vocab_; i++) left[i] = x[i] >= floor && distance(i) <= bound ? x[i] : -kInfinity;
+    return left;
+  }
+
   // XTC: of the tokens whose probability, without the temperature and among those that are at least `floor`, reaches
   // the threshold, only the last stays: the least likely, on a tie the one with the highest id.
   const float* without_top_choices(const float* x, float largest, float floor) {
@@ -112,8 +149,12 @@ class RowSampler {
     const Uniforms uniforms = philox_uniforms(values_.seed, static_cast<uint64_t>(values_.counter));
     const int64_t top_k = values_.top_k;
     const float min_p = values_.min_p, top_p = values_.top_p;
-    float floor = min_p > 0 ? largest + std::log(min_p) * temperature : kLowest;
-    if (values_.top_n_sigma > 0) floor = std::max(floor, sigma_floor(x, largest));
+    float floor = values_.top_n_sigma > 0 ? sigma_floor(x, largest) : kLowest;
+    if (values_.typical_p < 1) {
+      x = typical(x, largest, floor);
+      largest = k_.largest(x, vocab_);
+    }
+    if (min_p > 0) floor = std::max(floor, largest + std::log(min_p) * temperature);
     const bool has_floor = floor > kLowest;
     if (uniforms.xtc < static_cast<double>(values_.xtc_probability)) {
       x = without_top_choices(x, largest, floor);

@@ -212,7 +212,7 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
         (CHAT, {"thinking": {"type": "enabled"}}, "enable_thinking"),
         (CHAT, {"output_format": {"type": "json_schema"}}, "response_format"),
         (CHAT, {"extra_body": {"top_k": 1}}, "extra_body"),
-        (CHAT, {"typical_p": 0.5}, "typical_p"),
+        (CHAT, {"tfs_z": 0.5}, "tfs_z"),
         (COMPLETIONS, {"n_predict": 5}, "max_tokens"),
         (COMPLETIONS, {"mirostat": 2}, "mirostat"),
         (COMPLETIONS, {"max_token": 1}, "max_tokens"),

@@ -123,6 +123,15 @@ def test_xtc_leaves_the_least_likely_token_above_the_threshold_as_often_as_asked
         assert set(ops.sample(logits, rows).token_ids.tolist()) == {last}
 
 
+def test_typical_p_keeps_the_tokens_nearest_to_the_expected_log_probability(ops):
+    logits = np.tile(np.log([0.3, *[0.07] * 10]).astype(np.float32), (400, 1))
+    for share, kept in ((0.6, {*range(1, 11)}), (0, {*range(1, 11)}), (0.9, {*range(11)})):
+        rows = some_rows(400, counter=np.arange(400), typical_p=share)
+        assert set(ops.sample(logits, rows).token_ids.tolist()) == kept
+    greedy = some_rows(400, typical_p=0.6, temperature=0)
+    assert set(ops.sample(logits, greedy).token_ids.tolist()) == {0}
+
+
 def test_philox_gives_the_published_numbers():
     """Known answers of the authors' own test, Random123 kat_vectors."""
     assert philox4x32((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)

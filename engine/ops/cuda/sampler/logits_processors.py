@@ -20,6 +20,7 @@ FIELDS = (
     "bias_ids",
     "seen_ids",
     "top_n_sigma",
+    "typical_p",
     "xtc_probability",
 )  # that change logits, with those that go with them
 
@@ -40,6 +41,8 @@ def change(logits: Tensor, rows: Mapping[str, Tensor]) -> None:
         _penalize[(num_rows,)](logits, *seen, *penalties, vocab, ENTRIES)
     if "top_n_sigma" in rows:
         _cut_by_sigma[(num_rows,)](logits, rows["top_n_sigma"], vocab, BLOCK, num_warps=8)
+    if "typical_p" in rows:
+        _keep_typical[(num_rows,)](logits, rows["typical_p"], rows["temperature"], vocab, BLOCK, num_warps=8)
     if "xtc_probability" in rows:
         _exclude_top_choices(logits, rows)
 
@@ -113,6 +116,43 @@ def _cut_by_sigma(logits, wanted, vocab, BLOCK: tl.constexpr):
         for start in range(0, vocab, BLOCK):
             ids, values, _ = _part(logits + row * vocab, start, vocab, BLOCK)
             tl.store(logits + row * vocab + ids, -float("inf"), mask=(ids < vocab) & (values < floor))
+
+
+@kernel
+def _keep_typical(logits, shares, temperatures, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.load(shares + row)
+    if (share < 1) & (tl.load(temperatures + row) > 0):
+        largest = tl.full([], -float("inf"), tl.float32)
+        for start in range(0, vocab, BLOCK):
+            _, values, is_allowed = _part(logits + row * vocab, start, vocab, BLOCK)
+            largest = tl.maximum(largest, tl.max(tl.where(is_allowed, values, -float("inf")), 0))
+        total, moment = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+        for start in range(0, vocab, BLOCK):
+            _, values, is_allowed = _part(logits + row * vocab, start, vocab, BLOCK)
+            shifted = tl.where(is_allowed, values, largest).to(tl.float64) - largest.to(tl.float64)
+            weights = tl.where(is_allowed, tl.exp(shifted), 0.0)
+            total += tl.sum(weights, 0)
+            moment += tl.sum(weights * shifted, 0)
+        mean = largest.to(tl.float64) + moment / total
+        # Bisect the smallest distance within which the share is; the bits of positive floats are ordered as they are.
+        low, high = tl.full([], 0, tl.int32), tl.full([], 0x7F800000, tl.int32)
+        while low < high:
+            middle = low + (high - low) // 2
+            within = tl.zeros([], tl.float64)
+            for start in range(0, vocab, BLOCK):
+                _, values, is_allowed = _part(logits + row * vocab, start, vocab, BLOCK)
+                distances = tl.abs(tl.where(is_allowed, values, 0.0).to(tl.float64) - mean).to(tl.float32)
+                shifted = tl.where(is_allowed, values, largest).to(tl.float64) - largest.to(tl.float64)
+                is_near = is_allowed & (distances <= middle.to(tl.float32, bitcast=True))
+                within += tl.sum(tl.where(is_near, tl.exp(shifted), 0.0), 0)
+            is_enough = (within > 0) & (within >= share.to(tl.float64) * total)
+            low, high = tl.where(is_enough, low, middle + 1), tl.where(is_enough, middle, high)
+        for start in range(0, vocab, BLOCK):
+            ids, values, is_allowed = _part(logits + row * vocab, start, vocab, BLOCK)
+            distances = tl.abs(tl.where(is_allowed, values, 0.0).to(tl.float64) - mean).to(tl.float32)
+            is_far = distances > high.to(tl.float32, bitcast=True)
+            tl.store(logits + row * vocab + ids, -float("inf"), mask=is_allowed & is_far)
 
 
 @kernel
