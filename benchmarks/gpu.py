@@ -114,7 +114,7 @@ class Bench:
             for _ in range(TRACED):
                 loop.step()
             torch.cuda.synchronize()
-        first = self.executor._first if isinstance(self.executor, RanksExecutor) else self.executor
+        first = self.executor.first if isinstance(self.executor, RanksExecutor) else self.executor
         hit = num_hit(first, loop.step, self.num_experts) if self.num_experts else 0.0
         for name in [*map(str, range(num_requests)), *(f"waiting {number}" for number in range(self.num_waiting))]:
             loop.drop(name)

@@ -49,15 +49,13 @@ def make_executor(
     draft_dir = export_draft_model(graph_dir, config, tell) if machines.is_master else None
     if machines.num_hosts == 1:
         executor = make_host(graph_dir, config, owns_process=owns_process, tell=tell)
-        if config.speculate_method in GRAPHS:
-            return with_drafts(executor, config, DraftPolicy(), make_mtp_source(executor, manifest, config))
-        return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config, executor))
-    from engine.executors.hosts import follow, lead
+    else:
+        from engine.executors.hosts import follow, lead
 
-    if machines.is_master:
-        executor = lead(graph_dir, config, tell)
-        return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config))
-    return follow(graph_dir, config, tell)
+        executor = lead(graph_dir, config, tell) if machines.is_master else follow(graph_dir, config, tell)
+    if config.speculate_method in GRAPHS:
+        return with_drafts(executor, config, DraftPolicy(), make_mtp_source(executor, manifest, config))
+    return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config, executor))
 
 
 def make_draft_source(
@@ -75,7 +73,7 @@ def make_draft_source(
         from engine.executors.cuda.draft_model import CudaDraftModel
         from engine.executors.cuda.executor import CudaExecutor
 
-        assert isinstance(executor, CudaExecutor), "export_draft_model refuses several ranks"
+        assert isinstance(executor, CudaExecutor), "check_draft_settings refuses several ranks"
         model: DraftModel = CudaDraftModel.load(draft_dir, executor, config, sizes)
     else:
         from engine.executors.cpu.draft_model import CpuDraftModel
@@ -85,8 +83,8 @@ def make_draft_source(
 
 
 def make_mtp_source(executor: Executor, manifest: Manifest, config: Config) -> DraftSource:
-    """Load the layer that drafts for the model that `executor`, of one rank, has loaded: its MTP layer or its EAGLE-3
-    head."""
+    """Load the layer that drafts for the model that `executor` has loaded, on all its ranks: its MTP layer or its
+    EAGLE-3 head."""
     from engine.executors.mtp_drafts import MtpDrafts, MtpLayer
 
     method = config.speculate_method
@@ -94,14 +92,18 @@ def make_mtp_source(executor: Executor, manifest: Manifest, config: Config) -> D
         from engine.executors.cuda.draft_model import CudaMtpLayer
         from engine.executors.cuda.executor import CudaExecutor
 
-        assert isinstance(executor, CudaExecutor), "check_layer refuses several ranks"
+        assert isinstance(executor, CudaExecutor), "check_draft_settings refuses several ranks"
         layer: MtpLayer = CudaMtpLayer(executor, manifest, config)
     else:
         from engine.executors.cpu.draft_model import CpuMtpLayer
         from engine.executors.cpu.executor import CpuExecutor
+        from engine.executors.ranks import RanksExecutor
 
-        assert isinstance(executor, CpuExecutor), "check_layer refuses several ranks"
-        layer = CpuMtpLayer(executor, manifest, config.batch_size, method)
+        first = executor
+        while isinstance(first, RanksExecutor):  # of several hosts, the first has several ranks
+            first = first.first
+        assert isinstance(first, CpuExecutor) and isinstance(executor, CpuExecutor | RanksExecutor)
+        layer = CpuMtpLayer(first, executor.load_draft_graph(method), config.batch_size, method)
     return MtpDrafts(layer, manifest.vocab_size, method)
 
 

@@ -47,6 +47,10 @@ class HostsExecutor(RanksExecutor):
         with noticed_first():
             return super().compute(batch, wait_for_mask)
 
+    def _draft(self, method: str, argument: Any, call_first: Callable[[], Any]) -> Any:
+        with noticed_first():
+            return super()._draft(method, argument, call_first)
+
 
 class StepOfHosts:
     """A step on all hosts. `result` raises only after a lost host had time to be detected."""

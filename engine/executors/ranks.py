@@ -31,6 +31,7 @@ from engine.core.spans import PromptSpan
 from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, Row, Sampling, Step, StepOutput, Swaps
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
 from engine.executors.rank_blocks import BlocksOfRanks
+from engine.executors.rank_drafts import DraftGraphOfRanks, ServedDraftGraph
 from engine.executors.step import Mask
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 LAUNCH, ALLOCATE, WARM_UP, FREE_BYTES = "launch", "allocate", "warm_up", "free_bytes"  # FREE_BYTES has a reply
 LOAD, DROP = "load", "drop"  # adapters; the reply to LOAD is an error message, or empty
+DRAFT = "draft"  # a call of `ServedDraftGraph`
 READY = "ready"  # sent by a rank that has loaded its graph; otherwise it sends why it failed
 PR_SET_PDEATHSIG = 1
 CLOSING_S = 5  # seconds that a rank has to close its resources
@@ -61,29 +63,29 @@ class RanksExecutor:
         self.vision = getattr(first, "vision", None)  # this rank encodes images and sends the others the embeddings
         self.cache_groups = first.cache_groups
         self.thread = getattr(first, "thread", None)  # in which `compute` may be called; None: in none
-        self._first = first
+        self.first = first
         self._others, self._of_blocks = others, of_blocks
         self._has_failed = False
 
     def free_bytes(self) -> int:
         for other in self._others:
             other.send_bytes(pack(FREE_BYTES))
-        return min(self._first.free_bytes(), *(unpack(other.recv_bytes())[0] for other in self._others))
+        return min(self.first.free_bytes(), *(unpack(other.recv_bytes())[0] for other in self._others))
 
     def allocate(self, num_blocks: int) -> None:
         self._tell(pack(ALLOCATE, num_blocks))
         with self._all_or_none():
-            self._first.allocate(num_blocks)
+            self.first.allocate(num_blocks)
 
     def warm_up(self) -> None:
         self._tell(pack(WARM_UP))
         with self._all_or_none():
-            self._first.warm_up()
+            self.first.warm_up()
 
     def load_adapter(self, adapter: tuple[str, ...]) -> None:
         """Load the adapter on all ranks, or on none. Raises InvalidRequest."""
         self._tell(pack(LOAD, adapter))
-        troubles: list[str] = [_trouble_of_load(self._first, adapter)]
+        troubles: list[str] = [_trouble_of_load(self.first, adapter)]
         troubles += [unpack(other.recv_bytes())[0] for other in self._others]
         if trouble := next(filter(None, troubles), ""):
             self.drop_adapter(adapter[0])
@@ -91,27 +93,38 @@ class RanksExecutor:
 
     def drop_adapter(self, adapter_id: str) -> None:
         self._tell(pack(DROP, adapter_id))
-        self._first.drop_adapter(adapter_id)
+        self.first.drop_adapter(adapter_id)
 
     def launch(self, batch: Batch) -> Step:
         self._tell(pack(LAUNCH, *batch))
         with self._all_or_none():
-            return self._first.launch(batch)
+            return self.first.launch(batch)
 
     def compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
         """Compute a step on all ranks, in the thread of the first one."""
         self._tell(pack(LAUNCH, *batch))
-        return self._first.compute(batch, wait_for_mask)  # type: ignore[attr-defined]
+        return self.first.compute(batch, wait_for_mask)  # type: ignore[attr-defined]
+
+    def load_draft_graph(self, name: str) -> DraftGraphOfRanks:
+        """Load a graph of the model that drafts for it, on all ranks."""
+        load = self.first.load_draft_graph  # type: ignore[attr-defined]
+        with self._all_or_none():
+            return DraftGraphOfRanks(self._draft("load", name, lambda: load(name)), self._draft)
+
+    def _draft(self, method: str, argument: Any, call_first: Callable[[], Any]) -> Any:
+        """Call a method of the graph that drafts on all other ranks, and make the call on the first one."""
+        self._tell(pack(DRAFT, method, argument))
+        return call_first()
 
     def blocks(self) -> BlocksOfRanks:
         """Return the access to the blocks of all ranks."""
-        return BlocksOfRanks(self._first.blocks(), self._of_blocks)  # type: ignore[attr-defined]
+        return BlocksOfRanks(self.first.blocks(), self._of_blocks)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         for other in (*self._others, *self._of_blocks):
             other.close()
         if not self._has_failed:  # otherwise closing it would wait for the other ranks
-            self._first.close()
+            self.first.close()
 
     @contextlib.contextmanager
     def _all_or_none(self) -> Iterator[None]:
@@ -137,6 +150,7 @@ def serve(first: Connection, executor: Executor) -> None:
     with contextlib.suppress(ConnectionError):  # A first rank that failed has already logged the reason.
         first.send_bytes(pack(READY))
     steps: deque[Step] = deque()  # steps in flight; this rank runs ahead when the first one does
+    draft_graph = ServedDraftGraph(executor)
     while True:
         try:
             kind, *fields = unpack(first.recv_bytes())
@@ -147,16 +161,25 @@ def serve(first: Connection, executor: Executor) -> None:
             steps.append(executor.launch(unpack_batch(fields)))
         while len(steps) > (kind == LAUNCH and executor.runs_ahead):
             steps.popleft().result()
-        if kind == ALLOCATE:
-            executor.allocate(fields[0])
-        elif kind == WARM_UP:
-            executor.warm_up()
-        elif kind == FREE_BYTES:
-            first.send_bytes(pack(executor.free_bytes()))
-        elif kind == LOAD:
-            first.send_bytes(pack(_trouble_of_load(executor, fields[0])))
-        elif kind == DROP:
-            executor.drop_adapter(fields[0])
+        if kind == DRAFT:
+            draft_graph.call(*fields)
+        elif (reply := _call(executor, kind, fields)) is not None:
+            first.send_bytes(pack(reply))
+
+
+def _call(executor: Executor, kind: str, fields: Sequence[Any]) -> Any:
+    """Make the call of a message between steps. Return the reply, or None if the message has none."""
+    if kind == ALLOCATE:
+        executor.allocate(fields[0])
+    elif kind == WARM_UP:
+        executor.warm_up()
+    elif kind == FREE_BYTES:
+        return executor.free_bytes()
+    elif kind == LOAD:
+        return _trouble_of_load(executor, fields[0])
+    elif kind == DROP:
+        executor.drop_adapter(fields[0])
+    return None
 
 
 def _trouble_of_load(executor: Executor, adapter: tuple[str, ...]) -> str:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from engine.core.cache_groups import PAGED
 from engine.errors import ConfigError, SetupError
-from engine.exporting.by_settings import GRAPHS, check_layer_settings
+from engine.exporting.by_settings import GRAPHS, check_draft_settings
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import Manifest, is_exported
 from engine.settings.config import Config
-from engine.settings.device import GPU, with_device
 from engine.text.tokenizer import Tokenizer
 
 
@@ -23,11 +22,7 @@ def export_draft_model(graph_dir: Path, config: Config, progress: Callable[[str]
     path, model = config.draft_model_path, Manifest.read(graph_dir)
     if path is None or config.speculate_method in GRAPHS:
         return None
-    if config.mp_num != 1 and (config.device == GPU or with_device(config).device == GPU):
-        raise ConfigError(
-            f"SPECULATE_METHOD is draft and MP_NUM is {config.mp_num}, which is not supported on GPUs yet; set"
-            " MP_NUM=1, or SPECULATE_METHOD to ngram or suffix"
-        )
+    check_draft_settings(config)
     try:
         if not is_exported(path):
             options = ExportOptions(block_size=model.block_size)
@@ -41,7 +36,7 @@ def export_draft_model(graph_dir: Path, config: Config, progress: Callable[[str]
 
 def check_layer(graph_dir: Path, config: Config) -> None:
     """Raise ConfigError unless the exported model has the layer that drafts for it, and it can do so here."""
-    check_layer_settings(config)
+    check_draft_settings(config)
     method = config.speculate_method
     if method not in Manifest.read(graph_dir).graphs:
         raise ConfigError(

@@ -123,7 +123,7 @@ class Decoder:
     ) -> Decoder:
         """Build the decoder of one rank. `layer` builds the layer at a place. Raises ModelError if the heads cannot be
         divided among the ranks."""
-        _check_ranks(config, shard.num_ranks)
+        check_ranks(config, shard.num_ranks)
         top = Place(shard)
         embedding = Embedding.of(config, top)
         return cls(
@@ -195,12 +195,15 @@ class Decoder:
         return total
 
 
-def _check_ranks(config: DecoderConfig, num_ranks: int) -> None:
+def check_ranks(config: DecoderConfig, num_ranks: int, what: str = "") -> None:
+    """Raise ModelError unless the heads can be divided among the ranks. `what` says whose heads they are."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % num_ranks:
-        raise ModelError(f"num_ranks (MP_NUM) is {num_ranks}, it must divide num_attention_heads, which is {heads}")
+        raise ModelError(
+            f"num_ranks (MP_NUM) is {num_ranks}, it must divide num_attention_heads{what}, which is {heads}"
+        )
     if kv_heads % num_ranks and num_ranks % kv_heads:
         raise ModelError(
-            f"num_ranks (MP_NUM) is {num_ranks}, it must divide num_key_value_heads, which is {kv_heads}, or be a"
+            f"num_ranks (MP_NUM) is {num_ranks}, it must divide num_key_value_heads{what}, which is {kv_heads}, or be a"
             " multiple of it"
         )

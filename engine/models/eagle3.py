@@ -17,7 +17,7 @@ import numpy as np
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.checkpoint import TABLE, Checkpoint, open_tensors
 from engine.models.config import DECODER, DecoderConfig
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder, DecoderLayer, check_ranks
 from engine.models.formats import head_format
 from engine.models.keys import ModelError, an_object, read_json, whole_number
 from engine.models.layers import LOGIT_ROWS, PREVIOUS_STATES, Embedding, Head, Linear, Network, Norm, Place, Run, Tensor
@@ -194,7 +194,9 @@ class Eagle3Decoder(DraftDecoder):
 
     @classmethod
     def of_head(cls, head: Eagle3Head, embedding: Embedding, shard: Shard) -> Eagle3Decoder:
-        """Build the network of a rank. `embedding` is that of the model."""
+        """Build the network of a rank. `embedding` is that of the model. Raises ModelError if the attention heads
+        cannot be divided among the ranks."""
+        check_ranks(head.config, shard.num_ranks, " of the EAGLE-3 head")
         config, top = head.config, Place(shard, prefix=PREFIX)
         block = Place(shard, 0, f"{PREFIX}layers.0.")
         options = AttentionOptions(qkv_bias=config.attention_bias, o_bias=config.output_bias)
@@ -207,7 +209,7 @@ class Eagle3Decoder(DraftDecoder):
         )
         embedding = replace(embedding, multiplier=1.0, takes_spans=False)  # as the MTP layer, without those of images
         embedding = Embedding.of(config, top) if head.has_table else embedding
-        vocab = (Share.whole(head.draft_vocab_size), Share.whole(config.hidden_size))
+        vocab = (shard.share(head.draft_vocab_size), Share.whole(config.hidden_size))
         table = Weight(
             f"{PREFIX}lm_head.weight",
             (Part(f"{PREFIX}lm_head.weight", vocab),),
@@ -217,7 +219,7 @@ class Eagle3Decoder(DraftDecoder):
             embedding=embedding,
             layers=(DecoderLayer.of(config, block, (attention, GatedMlp.of(config, block, config.mlp_bias))),),
             norm=Norm.of(config, top, "norm"),
-            head=Head(table, head.draft_vocab_size, 1, config.logit_multiplier, config.logit_softcap),
+            head=Head(table, head.draft_vocab_size, shard.num_ranks, config.logit_multiplier, config.logit_softcap),
             hidden_norm=Norm.of(config, block, "hidden_norm"),
             norms_residual=head.norms_residual,
         )

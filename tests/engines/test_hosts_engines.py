@@ -17,8 +17,9 @@ from engine.link.journal import Submission
 from engine.link.messages import STARTING
 from engine.settings.config import Config
 from tests.checkpoints import make_checkpoint
+from tests.mtp_checkpoints import make_mtp_checkpoint, make_right
 from tests.patience import PATIENCE_S, wait_until
-from tests.pure.engine_helpers import ROOT, Collector, a_client
+from tests.pure.engine_helpers import DRAFTING_ENGINE, ROOT, Collector, a_client
 from tests.pure.executors.test_batch_invariance import run
 from tests.server import free_ports
 
@@ -28,12 +29,13 @@ PROMPTS = [[n, n + 1, n + 2] for n in range(5, 45, 10)]
 class Engines:
     """The engine's process of each host, as its supervisor starts it."""
 
-    def __init__(self, folder, graph_dirs, num_ranks):
+    def __init__(self, folder, graph_dirs, num_ranks, **env):
         self._folder, self._graph_dirs = folder, graph_dirs
         [node_port] = free_ports(1)
         self._env = {"MP_NNODE": "2", "MP_NUM": str(num_ranks), "POD_IPS": "127.0.0.1,127.0.0.2", "CPU_THREADS": "1"}
-        self._env |= {"POD_0_IP": "127.0.0.1", "INTER_NODE_PORT": str(node_port), "BLOCK_BS": "8"}
+        self._env |= {"POD_0_IP": "127.0.0.1", "INTER_NODE_PORT": str(node_port), "BLOCK_BS": "8", **env}
         self.processes = {}
+        self.command = [sys.executable, "-m", "engine.process"]
 
     def address(self, host=0):
         return f"ipc://{self._run_dir(host)}/engine.sock"
@@ -47,9 +49,8 @@ class Engines:
         settings = {"HOST_IP": f"127.0.0.{host + 1}", "RUN_DIR": str(self._run_dir(host))}
         settings |= {"GRAPH_DIR": str(self._graph_dirs[host]), **env}
         with (self._folder / f"{host}.log").open("a") as log:
-            command = [sys.executable, "-m", "engine.process"]
             self.processes[host] = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **self._env, **settings}, stdout=log, stderr=log
+                self.command, cwd=ROOT, env={**os.environ, **self._env, **settings}, stdout=log, stderr=log
             )
 
     def log(self, host):
@@ -63,16 +64,24 @@ class Engines:
         return self.processes[host].wait(PATIENCE_S)
 
 
+@contextmanager
+def running_engines(*args, **env):
+    both = Engines(*args, **env)
+    try:
+        yield both
+    finally:
+        for process in both.processes.values():
+            process.kill()
+            process.wait()
+
+
 @pytest.fixture
 def engines(tmp_path, exported, request):
     num_ranks = getattr(request, "param", 2)
     own = [range(0, num_ranks // 2), range(num_ranks // 2, num_ranks)]
     graph_dirs = [exported("qwen2", block_size=16, num_ranks=num_ranks, ranks=tuple(ranks)) for ranks in own]
-    both = Engines(tmp_path, graph_dirs, num_ranks)
-    yield both
-    for process in both.processes.values():
-        process.kill()
-        process.wait()
+    with running_engines(tmp_path, graph_dirs, num_ranks) as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +154,30 @@ def test_a_follower_that_is_killed_ends_the_master_and_with_another_one_everythi
         wait_until(lambda: client.stats.get(STARTING) == "waits for 127.0.0.2")
         engines.start(1)
         assert answers_of(listeners) == expected
+
+
+def test_with_an_mtp_layer_everything_goes_on_with_another_follower(tmp_path):
+    """The first answers are given without drafts, by engines that know nothing of the layer."""
+    checkpoint = make_right(make_mtp_checkpoint(tmp_path / "checkpoint", "glm4_moe"), "glm4_moe")
+    graph_dir, expected = tmp_path / "out", None
+    export(checkpoint, graph_dir, ExportOptions(block_size=16, mtp=True, num_ranks=4))
+    for env in ({}, {"SPECULATE_METHOD": "mtp"}):
+        folder = tmp_path / env.get("SPECULATE_METHOD", "none")
+        folder.mkdir()
+        with running_engines(folder, [graph_dir] * 2, 4, **env) as engines:
+            engines.command = DRAFTING_ENGINE
+            with both_running(engines) as client:
+                listeners = ask_all(client)
+                if expected is None:
+                    expected = answers_of(listeners)
+                    continue
+                wait_for_tokens(listeners)
+                engines.kill(1)
+                assert engines.wait(0) == HostLost.exit_status
+                engines.start(0)
+                engines.start(1)
+                assert answers_of(listeners) == expected
+                wait_until(lambda: client.stats.get("num_drafted_tokens/mtp/1"))
 
 
 def test_a_master_that_is_killed_ends_the_follower_and_everything_goes_on(engines, expected):

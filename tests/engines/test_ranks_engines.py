@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,15 +17,19 @@ from engine.core.types import Sampling
 from engine.errors import ConfigError, InvalidRequest, SetupError
 from engine.executors import make_executor
 from engine.executors.ranks import RankFailed
+from engine.exporting.export import ExportOptions, export
+from engine.link.journal import Submission
 from engine.models.adapters import identified
 from engine.ops.cpu.kernels import GroupError
 from engine.settings.config import Config
 from server_scripts.run_dir import children_of
 from tests.lora_adapters import make_adapter
+from tests.mtp_checkpoints import make_mtp_checkpoint, make_right
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.core.test_beams import a_search
 from tests.pure.core.test_prompt_outputs import hidden_of, requests_of
 from tests.pure.core.test_prompt_outputs import run as run_loop
+from tests.pure.engine_helpers import DRAFTING_ENGINE, Collector, a_client
 from tests.pure.executors.test_batch_invariance import BLOCK_SIZE, NUM_REQUESTS, random_requests, run
 from tests.pure.models.test_family_goldens import cases
 from tests.pure.models.test_ranks import answers_of_ranks
@@ -170,6 +175,43 @@ def test_in_somebody_elses_process_a_rank_that_dies_is_an_exception(exported, is
     executor.close()
     wait_until(lambda: not any(is_alive(pid) for pid in ranks))
     assert answers_of(graph_dir, requests, mp_num=4, cpu_threads=1) == expected
+
+
+def test_answers_with_drafts_go_on_after_the_end_of_a_rank(tmp_path):
+    """The engine's process ends with the rank. Another one, as the supervisor starts it, continues the answers, whose
+    log-probabilities are those without drafts to the last bit."""
+    checkpoint = make_right(make_mtp_checkpoint(tmp_path / "checkpoint", "glm4_moe"), "glm4_moe")
+    graph_dir = tmp_path / "out"
+    export(checkpoint, graph_dir, ExportOptions(block_size=BLOCK_SIZE, mtp=True, num_ranks=2))
+    requests = [
+        ([n, n + 1, n + 2], Sampling(600, temperature=n % 2, seed=n, repetition_penalty=1.1, num_logprobs=1))
+        for n in range(5, 40, 9)
+    ]
+    expected = answers_of(graph_dir, requests, mp_num=2, cpu_threads=1)
+    env = {"MP_NUM": "2", "CPU_THREADS": "1", "GRAPH_DIR": str(graph_dir), "RUN_DIR": str(tmp_path), "DEVICE": "cpu"}
+    env = {**os.environ, **env, "SPECULATE_METHOD": "mtp"}
+    engines, listeners = [], []
+    try:
+        with a_client(f"ipc://{tmp_path}/engine.sock") as client:
+            engines.append(subprocess.Popen(DRAFTING_ENGINE, cwd=ROOT, env=env))
+            for number, (prompt, sampling) in enumerate(requests):
+                listeners.append(Collector())
+                client.submit(prompt, [Submission(str(number), sampling, listeners[-1])])
+            wait_until(lambda: min(len(listener.token_ids) for listener in listeners) >= 50)
+            assert not any(listener.ends for listener in listeners), "they must be in the middle"
+            commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(engines[0].pid)}
+            [rank] = [pid for pid, command in commands.items() if "engine.executors.rank_process" in command]
+            os.kill(rank, signal.SIGKILL)
+            assert engines[0].wait(PATIENCE_S) == 1
+            engines.append(subprocess.Popen(DRAFTING_ENGINE, cwd=ROOT, env=env))
+            assert [listener.wait() for listener in listeners] == ["length"] * len(listeners)
+            wait_until(lambda: client.stats.get("num_drafted_tokens/mtp/1"))
+    finally:
+        for engine in engines:
+            engine.kill()
+            engine.wait()
+    found = [list(zip(listener.token_ids, listener.logprobs, strict=True)) for listener in listeners]
+    assert found == [expected[number] for number in range(len(requests))]
 
 
 def test_ranks_die_with_the_first_however_it_ends(exported):

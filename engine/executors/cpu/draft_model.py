@@ -1,4 +1,5 @@
-"""Draft model and MTP layer on the CPU: a second graph, whose KV cache has the block ids of the target model."""
+"""Draft model, MTP layer and EAGLE-3 head on the CPU: a second graph, whose KV cache has the block ids of the target
+model. It is used in the process of the first rank."""
 
 from __future__ import annotations
 
@@ -9,44 +10,41 @@ import numpy as np
 
 from engine import graph
 from engine.core.types import Batch, Row
+from engine.executors.cpu.draft_graph import CpuDraftGraph
 from engine.executors.cpu.executor import CpuExecutor
-from engine.executors.cpu.program import CpuProgram, allocated
+from engine.executors.cpu.program import CpuProgram
 from engine.executors.draft_slots import DraftSlots, SlotSizes
 from engine.executors.model_drafts import CHUNK, SHORT, DraftRow
+from engine.executors.rank_drafts import RankDraftGraph
 from engine.exporting.manifest import Manifest
 from engine.models import eagle3
-from engine.models.kv_cache import CacheSpec
 from engine.models.layers import HIDDEN, LOGITS, PREVIOUS_STATES
 from engine.ops import cpu
 
 
 class CpuDraftModel:
-    """Draft model in the process of the first rank. Owns its program, its KV cache and the state of the slots."""
+    """Draft model. Owns its graph and the state of the slots."""
 
     chunk = CHUNK
 
-    def __init__(self, program: CpuProgram, specs: Sequence[CacheSpec], max_seq_len: int, sizes: SlotSizes):
-        """Take the program of the draft model and its caches. `sizes` are those of the target model."""
+    def __init__(self, draft_graph: RankDraftGraph, max_seq_len: int, sizes: SlotSizes):
+        """Take the graph of the draft model. `sizes` are those of the target model."""
         self.max_seq_len = max_seq_len
-        self._specs = specs
-        self.block_bytes = sum(spec.block_bytes for spec in specs)
+        self.block_bytes = draft_graph.block_bytes
         self._slots = DraftSlots(sizes)
         self.cache = self._slots.cache
         self._block_size = sizes.block_size
-        self._program = program
-        self._caches: dict[str, np.ndarray] = {}
+        self._graph = draft_graph
 
     @classmethod
     def load(cls, graph_dir: Path, sizes: SlotSizes) -> CpuDraftModel:
-        """Load an exported draft model."""
+        """Load an exported draft model, of one rank."""
         model = Manifest.read(graph_dir)
-        return cls(CpuProgram(*graph.load(graph_dir)), model.graph().caches, model.max_seq_len, sizes)
+        program = CpuProgram(*graph.load(graph_dir))
+        return cls(CpuDraftGraph(program, model.graph().caches), model.max_seq_len, sizes)
 
     def allocate(self, num_blocks: int) -> None:
-        self._caches.clear()
-        self._program.set_caches({})  # otherwise the old caches would stay alive beside the new ones
-        self._caches = {spec.name: allocated(spec.shape_of(num_blocks), spec.dtype) for spec in self._specs}
-        self._program.set_caches(self._caches)
+        self._graph.allocate(num_blocks)
         self._warm_up()
         self.cache.allocate(num_blocks)
 
@@ -61,9 +59,8 @@ class CpuDraftModel:
 
     def place(self, batch: Batch) -> None:
         """Note the new requests and blocks of a step of the target model, and copy blocks as it does."""
-        for source, target in self._slots.place(batch):
-            for each in self._caches.values():
-                each[target] = each[source]
+        if copies := self._slots.place(batch):
+            self._graph.copy(copies)
 
     def run(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
         """Compute the tokens of the rows, and return one token for each row that samples; a negative one if none can be
@@ -76,7 +73,7 @@ class CpuDraftModel:
         return cpu.sample(logits, values).token_ids[:, None].tolist()
 
     def _logits(self, rows: Sequence[DraftRow], sampling: Sequence[DraftRow]) -> np.ndarray:
-        return self._program.run(self._inputs(rows))[LOGITS]
+        return self._graph.run(self._inputs(rows))[LOGITS]
 
     def _inputs(self, rows: Sequence[DraftRow]) -> dict[str, np.ndarray]:
         """Return the inputs of the graph (docs/ops.md), without the caches."""
@@ -88,28 +85,28 @@ class CpuDraftModel:
 class CpuMtpLayer(CpuDraftModel):
     """The MTP layer or the EAGLE-3 head of the target model. It shares tables with it, unless it has its own."""
 
-    def __init__(self, executor: CpuExecutor, model: Manifest, num_slots: int, name: str):
-        """Load the graph `name` of the exported model that `executor` runs."""
-        program, specs = executor.load_graph(name), model.graph(name).caches
-        ids = executor.graph_dir / eagle3.FILE
+    def __init__(self, first: CpuExecutor, draft_graph: RankDraftGraph, num_slots: int, name: str):
+        """Take the first rank of the model, and the graph `name` of its export on all ranks."""
+        model, ids = Manifest.read(first.graph_dir), first.graph_dir / eagle3.FILE
         self._draft_ids = np.load(ids) if name == eagle3.EAGLE3_GRAPH and ids.exists() else None
         self._vocab_size = model.vocab_size
-        self._executor, self._hidden_size = executor, program.width_of(PREVIOUS_STATES)
+        self._first = first
         self.num_kept = SHORT
         self.drafted_states: dict[int, np.ndarray] = {}
-        super().__init__(program, specs, model.max_seq_len, SlotSizes.of(model, num_slots))
+        super().__init__(draft_graph, model.max_seq_len, SlotSizes.of(model, num_slots))
 
     def step_states(self, rows: Sequence[Row]) -> np.ndarray:
         """Return the last hidden states of the tokens of the last step, f32 [tokens, H], valid until the next."""
-        assert self._executor.states is not None
-        return self._executor.states
+        assert self._first.states is not None
+        return self._first.states
 
     def _logits(self, rows: Sequence[DraftRow], sampling: Sequence[DraftRow]) -> np.ndarray:
         given = [
-            np.zeros((len(row.token_ids), self._hidden_size)) if row.states is None else row.states for row in rows
+            np.zeros((len(row.token_ids), self._graph.states_width)) if row.states is None else row.states
+            for row in rows
         ]
         inputs = self._inputs(rows) | {PREVIOUS_STATES: np.concatenate(given, dtype=np.float32)}
-        outputs = self._program.run(inputs)
+        outputs = self._graph.run(inputs)
         for row, state in zip(sampling, outputs[HIDDEN], strict=True):
             self.drafted_states[row.slot] = state[None].copy()
         if self._draft_ids is None:

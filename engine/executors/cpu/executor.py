@@ -12,6 +12,7 @@ import numpy as np
 from engine import graph
 from engine.core.types import Batch, Copy, StepOutput
 from engine.executors.cpu.adapters import CpuAdapters
+from engine.executors.cpu.draft_graph import CpuDraftGraph
 from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.cpu.vision_encoder import CpuVisionEncoder
 from engine.executors.cpus import num_cpus
@@ -78,6 +79,10 @@ class CpuExecutor:
         """Load another graph of the model, which shares parameters of the same name with this one. Raises ModelError
         that lists the graphs there are."""
         return CpuProgram(*graph.load(*self._files, name), self._program)
+
+    def load_draft_graph(self, name: str) -> CpuDraftGraph:
+        """Load the graph of the model that drafts for it, as `load_graph` does, with its caches."""
+        return CpuDraftGraph(self.load_graph(name), Manifest.read(self.graph_dir).graph(name).caches)
 
     def free_bytes(self) -> int:
         of_images = self.vision.reserved_bytes if self.vision else 0

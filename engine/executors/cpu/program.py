@@ -66,8 +66,8 @@ class CpuProgram:
         self._adapted = CallList(fuse(graph, NUMBER, keep_products=True), of_logits)  # for steps with adapters
 
     def width_of(self, name: str) -> int:
-        """Return the size of the last axis of an input."""
-        return self._graph.inputs[name].shape[-1]
+        """Return the size of the last axis of an input, or 0 if the graph has none of that name."""
+        return self._graph.inputs[name].shape[-1] if name in self._graph.inputs else 0
 
     def set_caches(self, caches: Mapping[str, np.ndarray]) -> None:
         """Set the caches that every step updates, by the names of the graph's inputs. An empty mapping releases the

@@ -129,13 +129,6 @@ def test_a_draft_model_that_does_not_fit_is_refused(graph_dirs, tmp_path, change
         make_executor(graph_dirs[1], config)
 
 
-def test_several_ranks_on_gpus_are_refused(graph_dirs, checkpoints):
-    settings = {"speculate_method": "draft", "speculate_model_path": str(checkpoints["another"])}
-    config = replace(BASE, device="gpu", mp_num=2, **settings)
-    with pytest.raises(ConfigError, match="SPECULATE_METHOD is draft and MP_NUM is 2, which is not supported on GPUs"):
-        export_draft_model(graph_dirs[2], config, lambda text: None)
-
-
 def test_a_draft_model_must_be_named():
     with pytest.raises(ConfigError, match="SPECULATE_METHOD is draft, it needs SPECULATE_MODEL_PATH"):
         Config.from_env({"SPECULATE_METHOD": "draft"})

@@ -1,5 +1,6 @@
 """EAGLE-3 heads draft what the reference computes with their weights (tests/golden/eagle3), and change no answer."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,30 +25,32 @@ DRAFTING = replace(BASE, speculate_method="eagle3", speculate_max_draft_token_nu
 @pytest.fixture(scope="module")
 def graph_dir(tmp_path_factory):
     """Return a function that exports a model of a family with a head."""
-    made = {}
 
-    def exported(family: str, is_right: bool = False) -> Path:
-        if (family, is_right) not in made:
-            folder = tmp_path_factory.mktemp(family)
-            model = make_model(folder / "model", family)
-            head = make_head(folder / "head", family, model)
-            if is_right:
-                make_right(model, head)
-            made[family, is_right] = folder / "out"
-            export(model, folder / "out", ExportOptions(block_size=BLOCK_SIZE, eagle3=str(head)))
-        return made[family, is_right]
+    @functools.cache
+    def exported(family: str, is_right: bool = False, num_ranks: int = 1) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        model = make_model(folder / "model", family)
+        head = make_head(folder / "head", family, model)
+        if is_right:
+            make_right(model, head)
+        options = ExportOptions(block_size=BLOCK_SIZE, eagle3=str(head), num_ranks=num_ranks)
+        export(model, folder / "out", options)
+        return folder / "out"
 
     return exported
 
 
+@pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize("family", LAYER_IDS)
-def test_drafts_behind_a_prompt_are_those_of_the_reference(family, graph_dir):
-    exported = graph_dir(family)
-    check_drafts(exported, DRAFTING, GOLDEN / f"{family}.npz", np.load(exported / FILE))
+def test_drafts_behind_a_prompt_are_those_of_the_reference(family, num_ranks, graph_dir):
+    exported = graph_dir(family, num_ranks=num_ranks)
+    check_drafts(exported, replace(DRAFTING, mp_num=num_ranks), GOLDEN / f"{family}.npz", np.load(exported / FILE))
 
 
 @pytest.mark.parametrize(
-    "case", [("qwen3", True, 400), ("qwen3", True, 14), ("llama", False, 400)], ids=["right", "tiny pool", "wrong"]
+    "case",
+    [("qwen3", True, 1, 400), ("qwen3", True, 1, 14), ("llama", False, 1, 400), ("qwen3", True, 2, 14)],
+    ids=["right", "tiny pool", "wrong", "ranks, tiny pool"],
 )
 def test_answers_with_a_head_are_those_without(case, graph_dir):
     """The second round finds the prompts of the first in the prefix cache, with the head's part of it."""
@@ -107,9 +110,9 @@ def test_a_head_that_does_not_fit_is_refused(keys, change, message, tmp_path):
         export(model, tmp_path / "out", ExportOptions(eagle3=str(head)))
 
 
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_several_ranks_are_refused_before_the_export(device, checkpoint):
-    config = replace(DRAFTING, speculate_model_path="head", device=device, mp_num=2)
-    message = "SPECULATE_METHOD is eagle3 and MP_NUM is 2: the layer that drafts needs a model of one rank"
-    with pytest.raises(ConfigError, match=message):
-        options_of(config, checkpoint("qwen2"))
+def test_a_head_that_cannot_be_divided_among_the_ranks_is_refused(tmp_path):
+    model = make_model(tmp_path / "model", "llama")
+    head = make_head(tmp_path / "head", "llama", model, num_attention_heads=3, num_key_value_heads=3, head_dim=24)
+    message = r"MP_NUM\) is 2, it must divide num_attention_heads of the EAGLE-3 head, which is 3"
+    with pytest.raises(ModelError, match=message):
+        export(model, tmp_path / "out", ExportOptions(eagle3=str(head), num_ranks=2))

@@ -1,6 +1,7 @@
 """MTP layers draft what transformers' decoder layers compute with their weights (tests/golden/mtp), and change no
 answer."""
 
+import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -38,16 +39,15 @@ DRAFTING = replace(BASE, speculate_method="mtp", speculate_max_draft_token_num=N
 @pytest.fixture(scope="module")
 def graph_dir(tmp_path_factory):
     """Return a function that exports the checkpoint of a family with its MTP layer."""
-    made = {}
 
-    def exported(family: str, is_right: bool = False) -> Path:
-        if (family, is_right) not in made:
-            out = made[family, is_right] = tmp_path_factory.mktemp(family) / "out"
-            checkpoint = make_mtp_checkpoint(out.parent / "checkpoint", family)
-            if is_right:
-                make_right(checkpoint, family)
-            export(checkpoint, out, ExportOptions(block_size=BLOCK_SIZE, mtp=True))
-        return made[family, is_right]
+    @functools.cache
+    def exported(family: str, is_right: bool = False, num_ranks: int = 1) -> Path:
+        out = tmp_path_factory.mktemp(family) / "out"
+        checkpoint = make_mtp_checkpoint(out.parent / "checkpoint", family)
+        if is_right:
+            make_right(checkpoint, family)
+        export(checkpoint, out, ExportOptions(block_size=BLOCK_SIZE, mtp=True, num_ranks=num_ranks))
+        return out
 
     return exported
 
@@ -57,23 +57,25 @@ def log_softmax(logits):
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
     "family", [family if family in LAYOUTS else pytest.param(family, marks=pytest.mark.slow) for family in NAMES]
 )
-def test_drafts_behind_a_prompt_are_those_of_the_reference(family, graph_dir):
-    check_drafts(graph_dir(family), DRAFTING, GOLDEN / f"{family}.npz")
+def test_drafts_behind_a_prompt_are_those_of_the_reference(family, num_ranks, graph_dir):
+    exported = graph_dir(family, num_ranks=num_ranks)
+    check_drafts(exported, replace(DRAFTING, mp_num=num_ranks), GOLDEN / f"{family}.npz")
 
 
 def check_drafts(exported: Path, config: Config, golden: Path, draft_ids: np.ndarray | None = None) -> None:
     """Check the drafts and their log-probabilities. The prompts are computed in chunks of 24 tokens, and then once more
     with what the prefix cache has of them. `draft_ids` are the tokens of a head that has only some."""
-    executor = make_executor(exported, BASE)
+    executor = make_executor(exported, replace(BASE, mp_num=config.mp_num))
     source = make_mtp_source(executor, Manifest.read(exported), config)
     drafting = with_drafts(executor, config, None, source)
     drafting.allocate(60)
-    program, found = source._model._program, []
-    compute = program.run
-    program.run = lambda inputs: [outputs := compute(inputs), found.append(outputs[LOGITS].copy())][0]
+    layer, found = source._model._graph, []
+    compute = layer.run
+    layer.run = lambda inputs: [outputs := compute(inputs), found.append(outputs[LOGITS].copy())][0]
     with np.load(golden) as known:
         loop = EngineLoop(drafting, 60, replace(config, max_num_batched_tokens=24))
         for length in (3, 70, 70):
@@ -96,8 +98,14 @@ def check_drafts(exported: Path, config: Config, golden: Path, draft_ids: np.nda
 
 @pytest.mark.parametrize(
     "case",
-    [("glm4_moe", True, 400), ("glm4_moe", True, 14), ("qwen3_5_text", False, 400)],
-    ids=["right", "tiny pool", "wrong, with states"],
+    [
+        ("glm4_moe", True, 1, 400),
+        ("glm4_moe", True, 1, 14),
+        ("qwen3_5_text", False, 1, 400),
+        ("glm4_moe", True, 2, 14),
+        ("qwen3_5_text", False, 2, 400),
+    ],
+    ids=["right", "tiny pool", "wrong, with states", "ranks, tiny pool", "ranks, wrong, with states"],
 )
 def test_answers_with_an_mtp_layer_are_those_without(case, graph_dir):
     """The second round finds the prompts of the first in the prefix cache, with the layer's part of it."""
@@ -105,13 +113,15 @@ def test_answers_with_an_mtp_layer_are_those_without(case, graph_dir):
 
 
 def check_layer_answers(graph_dir, case, drafting):
-    """Check answers with and without the layer. `case`: family, whether drafts are right, and number of blocks."""
-    family, is_right, num_blocks = case
-    config, drafting = replace(BASE, block_ratio=0.9), replace(drafting, block_ratio=0.9)
-    executor = make_executor(graph_dir(family, is_right), config)
+    """Check answers with and without the layer. `case`: family, whether drafts are right, ranks and number of
+    blocks."""
+    family, is_right, num_ranks, num_blocks = case
+    exported = graph_dir(family, is_right, num_ranks)
+    config, drafting = (replace(each, block_ratio=0.9, mp_num=num_ranks) for each in (BASE, drafting))
+    executor = make_executor(exported, config)
     executor.allocate(400)
     expected, _ = run(executor, config, 400)
-    source = make_mtp_source(executor, Manifest.read(graph_dir(family, is_right)), drafting)
+    source = make_mtp_source(executor, Manifest.read(exported), drafting)
     executor = with_drafts(executor, drafting, None, source)
     stats = check_answers(executor, (drafting, num_blocks), expected, is_right)
     assert stats[f"num_drafted_tokens/{drafting.speculate_method}/1"] > 0
@@ -164,7 +174,7 @@ def test_prompts_are_not_read_while_reading_costs_more_than_drafts_save(graph_di
 def test_tables_are_shared_with_the_model_unless_the_layer_has_its_own(graph_dir, tmp_path):
     model = Manifest.read(graph_dir("glm4_moe"))
     executor = make_executor(graph_dir("glm4_moe"), BASE)
-    program = make_mtp_source(executor, model, DRAFTING)._model._program
+    program = make_mtp_source(executor, model, DRAFTING)._model._graph.program
     tables = {"embed_tokens.weight", "lm_head.weight"}
     for name in tables:
         assert program._held[name][1] is executor._program._held[name][1]
@@ -211,9 +221,9 @@ def test_the_families_with_such_a_layer_are_documented():
     assert documented - {"model_type"} == {name.removesuffix("_text") for name in known}
 
 
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_several_ranks_are_refused_before_the_export(device, checkpoint):
-    config = replace(DRAFTING, device=device, mp_num=2)
-    message = "SPECULATE_METHOD is mtp and MP_NUM is 2: the layer that drafts needs a model of one rank"
+@pytest.mark.parametrize("method", ["mtp", "eagle3", "draft"])
+def test_several_ranks_on_gpus_are_refused_before_the_export(method, checkpoint):
+    config = replace(DRAFTING, speculate_method=method, speculate_model_path="a-folder", device="gpu", mp_num=2)
+    message = f"SPECULATE_METHOD is {method} and MP_NUM is 2, which is not supported on GPUs yet; set MP_NUM=1, or"
     with pytest.raises(ConfigError, match=message):
         options_of(config, checkpoint("glm4_moe"))

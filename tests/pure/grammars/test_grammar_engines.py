@@ -10,6 +10,7 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest
 from engine.executors import make_executor
+from engine.exporting.export import ExportOptions, export
 from engine.grammars.pool import GrammarPool
 from engine.link.journal import Submission
 from engine.link.server import Server
@@ -17,6 +18,7 @@ from engine.settings.config import Config
 from engine.text.grammars import write_grammar
 from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS
 from tests.byte_tokenizer import EOS_ID
+from tests.mtp_checkpoints import make_mtp_checkpoint
 from tests.patience import wait_until
 from tests.pure.engine_helpers import Collector, a_client, a_free_address
 from tests.pure.guided import PROMPT, VOCAB_SIZE, Guided, a_request, load_tokenizer
@@ -46,9 +48,9 @@ class Bytes:
         return list(text.encode())
 
 
-def answers_of(graph_dir, **settings):
+def answers_of(graph_dir, vocab_size=300, **settings):
     config = Config(max_dec_len=256, batch_size=8, **settings)
-    executor, grammars = make_executor(graph_dir, config), GrammarPool(Bytes, 300, config)
+    executor, grammars = make_executor(graph_dir, config), GrammarPool(Bytes, vocab_size, config)
     structured_output = (
         "guided_json",
         write_grammar(STRUCTURED_OUTPUT_FIELDS["guided_json"]("guided_json", SCHEMA), any_whitespace=False),
@@ -86,6 +88,17 @@ def test_ranks_and_drafts_change_no_token_of_structured_output(exported, monkeyp
     assert stats["num_accepted_tokens/draft/1"] > 0
     two = exported("qwen2", block_size=16, num_ranks=2)
     assert answers_of(two, mp_num=2, cpu_threads=1)[0] == one
+
+
+def test_the_mtp_layer_of_two_ranks_changes_no_token_of_structured_output(tmp_path, monkeypatch):
+    checkpoint = make_mtp_checkpoint(tmp_path / "checkpoint", "glm4_moe")
+    export(checkpoint, tmp_path / "out", ExportOptions(block_size=16, mtp=True, num_ranks=2))
+    settings = {"vocab_size": 320, "mp_num": 2, "cpu_threads": 1}
+    expected, _ = answers_of(tmp_path / "out", **settings)
+    monkeypatch.setattr("engine.executors.DraftPolicy", lambda: None)
+    answers, stats = answers_of(tmp_path / "out", speculate_method="mtp", **settings)
+    assert answers == expected
+    assert stats["num_drafted_tokens/mtp/1"] > 0
 
 
 class Slow(RandomModel):
