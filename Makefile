@@ -47,20 +47,30 @@ demo-gpu:  ## the same on an NVIDIA GPU
 
 install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batch
 
-test: QUICK =
-test: quick  ## all tests, those that need nothing first
-	$(BIN)/python -m pytest tests/engines --numprocesses auto --dist worksteal
+test: COVERAGE = --cov --cov-report=
+test: quick  ## all tests, those that need nothing first, with the coverage of the quick ones
+	$(PRINT_COVERAGE)
+	$(BIN)/python -m pytest tests/pure tests/engines -m "slow or engines" --numprocesses auto --dist worksteal
 	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Some wait for processes, so that half as many again as there are cores are busy. Python keeps what it has compiled:
 # each of them, and each process that they start, would do it again.
-test quick: export PYTHONDONTWRITEBYTECODE =
+test coverage quick: export PYTHONDONTWRITEBYTECODE =
 QUICK = -m "not slow"
 quick: install $(TESTS)  ## the tests that need no server and take no more than two minutes, on all cores
-	$(BIN)/python -m pytest tests/pure $(QUICK) --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest tests/pure $(QUICK) $(COVERAGE) --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8 \
+	  --dist worksteal
 
-coverage: install $(TESTS)  ## lines and branches that tests/pure reaches; takes four times as long
-	$(BIN)/python -m pytest tests/pure --cov --cov-report term --numprocesses auto --dist worksteal
+# Processes that are killed leave damaged files of measurements behind.
+define PRINT_COVERAGE
+@rm -f .coverage.*
+@for package in engine gateway server_scripts; do \
+  echo "lines and branches of $$package: $$($(BIN)/coverage report --include "$$package/*" --format total)%"; done
+endef
+coverage: QUICK =
+coverage: COVERAGE = --cov --cov-report term
+coverage: quick  ## which lines and branches tests/pure reaches; takes twice as long
+	$(PRINT_COVERAGE)
 
 CLIENTS = build/clients
 CLIENTS_WANTED = tests/triton/requirements-clients.txt

@@ -28,7 +28,7 @@ def pytest_configure():
 def pytest_collection_modifyitems(items):
     for item in items:
         folder = Path(item.path).parent.name
-        if folder in ("triton", "cuda"):
+        if folder in ("engines", "triton", "cuda"):
             item.add_marker(getattr(pytest.mark, folder))
 
 

@@ -12,6 +12,7 @@ from engine.errors import TokenizerError
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, copied_files
 from engine.protobuf import fields
+from engine.text.gguf_tokenizer import write_tokenizer
 from engine.text.sentencepiece import SentencePiece
 from engine.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
@@ -93,6 +94,30 @@ def test_texts_have_the_tokens_that_the_library_gives_them(kind, tmp_path):
             assert (sorted(found), score(found)) == (sorted(wanted), score(wanted)), repr(text)
         else:
             assert found == wanted, repr(text)
+
+
+@pytest.mark.parametrize("kind", ["bpe as of Llama", "bpe as of ERNIE"])
+def test_texts_have_the_same_tokens_if_the_model_is_in_a_gguf_file(kind, tmp_path):
+    library, rng = sentencepiece.SentencePieceProcessor(model_proto=trained(**MODELS[kind])), random.Random(5)
+    ids = range(library.vocab_size())
+    symbols = MODELS[kind].get("user_defined_symbols", ())
+    types = dict.fromkeys(symbols, 4) | dict.fromkeys(map(library.id_to_piece, filter(library.is_byte, ids)), 6)
+    types |= dict.fromkeys(map(library.id_to_piece, filter(library.is_control, ids)), 3) | {"<unk>": 2}
+    metadata = {
+        "model": "llama",
+        "tokens": [library.id_to_piece(token_id) for token_id in ids],
+        "scores": [library.get_score(token_id) for token_id in ids],
+        "token_type": [types.get(library.id_to_piece(token_id), 1) for token_id in ids],
+        "bos_token_id": library.bos_id(),
+        "eos_token_id": library.eos_id(),
+    }
+    write_tokenizer({f"tokenizer.ggml.{name}": value for name, value in metadata.items()}, tmp_path)
+    ours = Tokenizer.load(tmp_path)
+    for _ in range(300):
+        text = "".join(rng.choices(FRAGMENTS, k=rng.randrange(8)))
+        assert ours.encode(text, add_special_tokens=False) == library.encode(text), repr(text)
+    assert ours.encode("the")[0] == library.bos_id()
+    assert library.eos_id() in ours.eos_token_ids
 
 
 @pytest.mark.parametrize("kind", ["bpe as of Llama", "unigram without a prefix"])

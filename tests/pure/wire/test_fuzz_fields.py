@@ -36,6 +36,8 @@ from tests.fuzz import (
 )
 from tests.pure.service_fakes import an_input_processor
 
+pytestmark = pytest.mark.no_cover  # the lines are reached by other tests, and measuring doubles its time
+
 # JSON Schema takes 5.0 for an integer, the checks do not.
 TYPES = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
     "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
