@@ -1,20 +1,23 @@
 """Gain of a draft model (SPECULATE_METHOD=draft), by default of the demo's, and its cost where it does not pay.
 
-    python -m benchmarks.draft_model [--requests 1 4 8] [--rounds 7] [--temperature 0] [--threads 1]
+    python -m benchmarks.draft_model [--requests 1 4 8] [--rounds 7] [--temperature 0] [--threads 1] [--wrong]
 
-Answers eight questions with and without drafts, so many at once, in alternating rounds, and checks that the answers are
-identical. The first round is not measured. Of each question or group of questions the fastest round counts, and for the
-processor time the one that took least. The last line is JSON.
+Answers eight questions, or as many as run at once, with and without drafts in alternating rounds, and checks that the
+answers are identical. The first round is not measured. Of each question or group of questions the fastest round counts,
+and for the processor time the one that took least. With `--wrong` the weights of the draft model are permuted, so that
+its drafts are not accepted. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from benchmarks.bench import cpu_name
 from engine.core.draft_counts import ACCEPTED, DRAFTED
@@ -58,6 +61,17 @@ def acceptance(before: dict[str, float], after: dict[str, float]) -> list[float]
     return [round(counts[name.replace(DRAFTED, ACCEPTED)] / number, 2) for name, number in drafted.items()]
 
 
+def wrong_draft(draft: Path, out: Path) -> Path:
+    """Write a copy of a draft model with permuted weights to `out`, unless it is there. Return `out`."""
+    if not out.exists():
+        shutil.copytree(draft, out)
+        rng = np.random.default_rng(0)
+        tensors = load_file(draft / "model.safetensors")
+        permuted = {name: rng.permuted(tensor.reshape(-1)).reshape(tensor.shape) for name, tensor in tensors.items()}
+        save_file(permuted, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(ROOT / "demo_model"))
@@ -67,13 +81,16 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--max-drafts", type=int, default=4)
+    parser.add_argument("--wrong", action="store_true")
     args = parser.parse_args()
     settings = {"batch_size": max(args.requests), "cpu_threads": args.threads, "device": "cpu"}
-    drafting = {"speculate_method": "draft", "speculate_model_path": args.draft}
+    path = wrong_draft(Path(args.draft), Path("build/bench/wrong-draft")) if args.wrong else args.draft
+    drafting = {"speculate_method": "draft", "speculate_model_path": str(path)}
     plain = LLM(args.model, **settings)
     draft = LLM(args.model, **settings, **drafting, speculate_max_draft_token_num=args.max_drafts)
     collect_garbage_seldom()
-    prompts = [plain.tokenizer.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    questions = (QUESTIONS * max(args.requests))[: max(len(QUESTIONS), *args.requests)]
+    prompts = [plain.tokenizer.render_chat([{"role": "user", "content": question}]) for question in questions]
     rows = []
     for count in args.requests:
         groups = [prompts[start : start + count] for start in range(0, len(prompts), count)]

@@ -47,6 +47,21 @@ TINY = {
     "bos_token_id": 0,
     "eos_token_id": 2,
 }
+GLM_MIXTURE = {  # with an MTP layer
+    **QWEN2,
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "num_nextn_predict_layers": 1,
+}
 TINY_MIXTURE = {**TINY, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 32}
 LLAMA3 = {
     "model_type": "llama",
@@ -234,7 +249,22 @@ SHAPES: dict[str, dict[str, Any]] = {
             "patch_size": 14,
         },
     },
+    "glm-moe-0.6b": GLM_MIXTURE
+    | {
+        "vocab_size": 32768,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "moe_intermediate_size": 512,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 11,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+    },
     "tiny": QWEN2 | TINY,
+    "tiny-glm-moe": GLM_MIXTURE | TINY_MIXTURE | {"n_routed_experts": 16, "tie_word_embeddings": False},
     "tiny-moe": QWEN3_MOE | TINY_MIXTURE,
     "tiny-hybrid": QWEN3_MOE  # three layers of Gated DeltaNet and one of attention, all with mixtures of experts
     | TINY_MIXTURE

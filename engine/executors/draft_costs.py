@@ -9,6 +9,7 @@ from engine.executors.draft_policy import StepTimes
 
 MAX_DEBT = 64.0  # decode steps whose time may be spent on prompts that have not paid for themselves
 REPAID_SHARE = 0.004  # of the time of all steps that prompts may cost without ever paying for themselves
+MAX_SPIKE = 4.0  # of an unusually slow run, in its usual time, that counts
 FIRST_GUESS = 0.25  # time of a draft token of a prompt, in decode runs of the draft model, before it is measured
 
 
@@ -34,6 +35,8 @@ class DraftCosts:
             self._runs[num_rows].observe(0, seconds)
             return 0.0
         prompts_s = max(seconds - self.run_s(num_rows), 0.0)
+        if self._prompt_token_s:  # A process that takes the CPU for a while must not stop drafts for long.
+            prompts_s = min(prompts_s, MAX_SPIKE * self._prompt_token_s * num_prompt_tokens)
         token_s = prompts_s / num_prompt_tokens
         self._prompt_token_s += (token_s - self._prompt_token_s) * (0.2 if self._prompt_token_s else 1.0)
         self._debt_s += prompts_s

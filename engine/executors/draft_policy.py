@@ -209,8 +209,10 @@ class DraftPolicy:
         return self.choose(num_decoding, num_extra, offers, draft_s)
 
     def step_s(self, num_rows: int) -> float:
-        """Return the expected time of a decode step of so many rows without drafts; 0 if it is not known."""
-        return self._times_of(num_rows).seconds(0)
+        """Return the expected time of a decode step without drafts, of the measured number of rows that is closest to
+        this one; 0 if none is measured."""
+        measured = [each for each, times in self._times.items() if times.seconds(0)]
+        return self._times[min(measured, key=lambda each: abs(each - num_rows))].seconds(0) if measured else 0.0
 
     def learn(self, rows: Sequence[Row], output: StepOutput, seconds: float, draft_s: float) -> float:
         """Learn from a step and from the time of drafting before it. Return the time that its drafts have saved by

@@ -299,8 +299,9 @@ class DraftingExecutor:
         """Add the tokens of a step to those of its slots, and count the drafts of each slot and those accepted."""
         sampled, slots = iter(output.token_ids), self._slots if slots is None else slots
         for row in rows:
-            for slot in (row.slot, *row.forks) if row.num_sampled else ():
-                token_ids = next(sampled)
-                slots[slot].token_ids += token_ids
-                if slot in drafts:
-                    self.draft_counts.count(len(drafts[slot]), len(token_ids) - 1)
+            if row.num_sampled:
+                for slot in (row.slot, *row.forks) if row.forks else (row.slot,):
+                    token_ids = next(sampled)
+                    slots[slot].token_ids += token_ids
+                    if drafts and slot in drafts:
+                        self.draft_counts.count(len(drafts[slot]), len(token_ids) - 1)

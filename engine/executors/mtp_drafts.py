@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -29,15 +29,27 @@ class MtpLayer(DraftModel, Protocol):
         ...
 
 
-class Unread(NamedTuple):
-    """Hidden states of known tokens of a slot that the layer has not read, from position `start` on."""
+class Unread:
+    """Hidden states of known tokens of a slot that the layer has not read, from position `start` on. They are put
+    together when they are read: most steps add one to each slot."""
 
-    start: int
-    states: np.ndarray  # [n, ...]
+    __slots__ = ("_pieces", "end", "start")
+
+    def __init__(self, start: int, states: np.ndarray):
+        """Take states, [n, ...]."""
+        self._pieces = [states]
+        self.start, self.end = start, start + len(states)
+
+    def append(self, states: np.ndarray) -> None:
+        self._pieces.append(states)
+        self.end += len(states)
+
+    def __len__(self) -> int:
+        return self.end - self.start
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.states)
+    def states(self) -> np.ndarray:
+        return np.concatenate(self._pieces)
 
 
 class MtpDrafts(ModelDrafts):
@@ -63,10 +75,12 @@ class MtpDrafts(ModelDrafts):
             self._unread.pop(arrival.slot, None)
 
     def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
-        step_s = (policy and policy.step_s(len(rows))) or float("inf")
         self.keep(rows, slots, self.note(rows))
-        long = {slot: unread for slot, unread in self._unread.items() if len(unread.states) > SHORT}
-        if not self._costs.may_read(sum(len(unread.states) for unread in long.values()), step_s):
+        long = {slot: len(unread) for slot, unread in self._unread.items() if unread.end - unread.start > SHORT}
+        if not long:
+            return
+        step_s = (policy and policy.step_s(len(rows))) or float("inf")
+        if not self._costs.may_read(sum(long.values()), step_s):
             for slot in long:
                 del self._unread[slot]
             return
@@ -77,24 +91,23 @@ class MtpDrafts(ModelDrafts):
             self._costs.observe(0, sum(len(row.token_ids) for row in piece), time.perf_counter() - began)
 
     def may_pass(self, rows: Sequence[Row]) -> bool:
-        room, none = self._model.num_kept - 2, Unread(0, np.empty(0))
+        room = self._model.num_kept - 2
         return all(
-            len(row.token_ids) == 1 and not row.forks and len(self._unread.get(row.slot, none).states) < room
-            for row in rows
+            len(row.token_ids) == 1 and not row.forks and len(self._unread.get(row.slot, ())) < room for row in rows
         )
 
     def note(self, rows: Sequence[Row]) -> np.ndarray:
         return self._model.step_states(rows)
 
     def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: np.ndarray) -> None:
-        first = 0
+        first, noted = 0, noted.copy()
         for row in rows:
-            of_row = noted[first : first + len(row.token_ids)]
-            first += len(row.token_ids)
-            for slot in (row.slot, *row.forks):
+            end = first + len(row.token_ids)
+            for slot in (row.slot, *row.forks) if row.forks else (row.slot,):
                 if slot in slots:
                     num_known = len(slots[slot].token_ids) - 1 - row.start  # those before a known token
-                    self._keep(slot, Unread(row.start, of_row[: max(num_known, 0)]))
+                    self._keep(slot, row.start, noted[first : min(end, first + max(num_known, 0))])
+            first = end
 
     def drafts(
         self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], max_drafts: int, policy: DraftPolicy | None
@@ -107,27 +120,26 @@ class MtpDrafts(ModelDrafts):
         unread = self._unread.get(slot)
         return unread is not None and unread.end == len(request.token_ids) - 1
 
-    def _keep(self, slot: int, new: Unread) -> None:
-        """Keep new states of a slot, unless too many before them are missing."""
+    def _keep(self, slot: int, start: int, states: np.ndarray) -> None:
+        """Keep new states of a slot, from position `start` on, unless too many before them are missing."""
         old = self._unread.get(slot)
-        if old and old.end == new.start:
-            self._unread[slot] = Unread(old.start, np.concatenate([old.states, new.states]))
-        elif len(new.states) and new.start - self._model.cache.num_valid(slot) <= SHORT:
-            self._unread[slot] = Unread(new.start, new.states.copy())
+        if old is not None and old.end == start:
+            old.append(states)
+        elif len(states) and start - self._model.cache.num_valid(slot) <= SHORT:
+            self._unread[slot] = Unread(start, states)
 
     def _row(self, slot: int, token_ids: Sequence[int]) -> DraftRow:
         """Return a row that reads the states of a slot. `token_ids` are all its known tokens."""
         unread = self._unread.pop(slot)
+        states = unread.states
         start = min(self._model.cache.num_valid(slot), unread.start)
         self._model.cache.advance(slot, unread.end)
-        missing = np.zeros((unread.start - start, *unread.states.shape[1:]), unread.states.dtype)
-        return DraftRow(
-            slot, start, token_ids[start + 1 : unread.end + 1], False, 0, np.concatenate([missing, unread.states])
-        )
+        missing = np.zeros((unread.start - start, *states.shape[1:]), states.dtype)
+        return DraftRow(slot, start, token_ids[start + 1 : unread.end + 1], False, 0, np.concatenate([missing, states]))
 
     def _all_but_last(self, slot: int, token_ids: Sequence[int]) -> DraftRow:
         """Return a row that reads the states of a slot except the last one, from which the layer drafts later."""
-        start, states = self._unread[slot]
+        start, states = self._unread[slot].start, self._unread[slot].states
         self._unread[slot] = Unread(start, states[:-1])
         row = self._row(slot, token_ids)
         self._unread[slot] = Unread(start + len(states) - 1, states[-1:].copy())

@@ -16,6 +16,7 @@ from tests.server import ROOT
         ("decode", ["--shape", "tiny-moe", "--rounds", "1", "--work-dir", "{tmp}"]),
         ("speculation", ["--shape", "tiny", "--requests", "2", "--rounds", "1", "--work-dir", "{tmp}"]),
         ("draft_model", ["--requests", "2", "--rounds", "1"]),
+        ("cpu_drafts", ["mtp", "--shape", "tiny-glm-moe", "--requests", "2", "--rounds", "1", "--answer-len", "32"]),
     ],
 )
 def test_it_measures_and_ends_with_one_line_of_json(tmp_path, name, options):

@@ -164,6 +164,15 @@ def test_step_times_are_interpolated_and_follow_the_context():
     assert times.seconds(0) > 0.012  # it has not been measured again, but everything has become slower
 
 
+def test_the_time_of_a_step_that_was_never_measured_is_that_of_the_closest_number_of_rows():
+    """It limits how long prompts are read: without a limit, each new number of rows would read them again."""
+    policy = DraftPolicy()
+    assert policy.step_s(5) == 0.0
+    for num_rows in (2, 8):
+        policy.observe(num_rows, 0, num_rows, (0.01 * num_rows, 0.0))
+    assert [policy.step_s(num_rows) for num_rows in (1, 2, 6, 30)] == [0.02, 0.02, 0.08, 0.08]
+
+
 def test_a_single_slow_measurement_does_not_decide():
     times = StepTimes(1)
     for seconds in (0.05, 0.01, 0.01, 0.01):
