@@ -234,6 +234,13 @@ PLAIN = (  # of models without mixtures of experts
         "Gimpel, 2016).",
         cuda="pointwise",
     ),
+    op(
+        "relu_squared",
+        "x [T, F]",
+        "y [T, F]",
+        formula="`y = max(x, 0)²` (So et al., 2021).",
+        cuda="pointwise",
+    ),
     op("add", "x [T, H], y [T, H]", "z [T, H]", formula="`z = x + y`.", cuda="pointwise"),
     op("scale", "x [T, H]", "y [T, H]", "factor float", formula="`y = factor · x`.", cuda="pointwise"),
     op(
@@ -291,7 +298,7 @@ PLAIN = (  # of models without mixtures of experts
         is_row_wise=False,
     ),
     *LATENT_OPS,
-    *STATE_OPS,  # GPUs have no kernels for them yet
+    *STATE_OPS,
     *VISION_OPS,
 )
 EXPORTED: tuple[Op, ...] = (

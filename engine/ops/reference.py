@@ -392,6 +392,10 @@ def geglu(gate_up: np.ndarray) -> np.ndarray:
     return (gelu(gate).astype(np.float64) * up).astype(np.float32)
 
 
+def relu_squared(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0) ** 2
+
+
 def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return x + y
 

@@ -110,6 +110,7 @@ def test_elementwise_ops_of_families(ops, rng):
     x, y = floats(rng, 5, 70) * 3, floats(rng, 5, 70)
     for name in ("gelu", "geglu"):
         assert_close(getattr(ops, name)(x), getattr(reference, name)(x))
+    assert_close(ops.relu_squared(x), reference.relu_squared(x))
     assert_close(ops.add(x, y), x + y)
     assert_close(ops.scale(x, factor=0.3), reference.scale(x, factor=0.3))
     assert_close(ops.softcap(x, cap=2.0), reference.softcap(x, cap=2.0))

@@ -89,6 +89,10 @@ def gelu(x: Tensor) -> Tensor:
     return out
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
 def add(x: Tensor, y: Tensor) -> Tensor:
     """Return the sum in the type of `x`; learned positions of images are float32."""
     return x + y.to(x.dtype)

@@ -212,6 +212,7 @@ def test_elementwise_ops_of_families_match_reference(isa, rows, cols):
     ops, x, y = cpu.load(isa), random(rows, cols, scale=3), random(rows, cols)
     for name in ("gelu", "geglu"):
         assert_close(getattr(ops, name)(x), getattr(reference, name)(x), 2e-6)
+    assert np.array_equal(ops.relu_squared(x), reference.relu_squared(x))
     assert np.array_equal(ops.add(x, y), x + y)
     assert np.array_equal(ops.scale(x, factor=0.3), reference.scale(x, factor=0.3))
     assert_close(ops.softcap(x, cap=2.0), reference.softcap(x, cap=2.0), 1e-6)
@@ -220,6 +221,12 @@ def test_elementwise_ops_of_families_match_reference(isa, rows, cols):
 def test_a_soft_cap_survives_large_numbers(isa):
     x = np.float32([[0, -1e-30, 1e30, -1e30, np.inf, -np.inf, np.nan]])
     assert np.array_equal(cpu.load(isa).softcap(x, cap=3.0), np.float32([[0, 0, 3, -3, 3, -3, np.nan]]), equal_nan=True)
+
+
+def test_squares_of_negative_numbers_are_zero_and_what_is_no_number_stays(isa):
+    x = np.float32([[-1, -np.inf, 0, 3, np.inf, np.nan]])
+    squares = np.float32([[0, 0, 0, 9, np.inf, np.nan]])
+    assert np.array_equal(cpu.load(isa).relu_squared(x), squares, equal_nan=True)
 
 
 def test_wide_norms_and_rotations_of_heads_match_reference(isa):

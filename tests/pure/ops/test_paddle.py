@@ -79,6 +79,7 @@ CALLS = {
         (random(5, 48), random(5, 6), i32(2, 5)),
         {"num_heads": 2, "scale": 0.3, "is_bf16": 1},
     ),
+    "relu_squared": ((random(5, 12),), {}),
     "add": ((random(5, 12), random(5, 12)), {}),
     "scale": ((random(5, 12),), {"factor": 0.3}),
     "softcap": ((random(5, 12),), {"cap": 0.7}),
