@@ -126,6 +126,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "use_bias": True,
     },
+    "arcee": {"architectures": ["ArceeForCausalLM"], "hidden_act": "relu2", "mlp_bias": True, "attention_bias": True},
+    "nemotron": {
+        "architectures": ["NemotronForCausalLM"],
+        "head_dim": 24,
+        "hidden_act": "relu2",
+        "norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+    },
     "seed_oss": {"architectures": ["SeedOssForCausalLM"], "head_dim": 20, "attention_bias": True},
     "exaone4": {
         "architectures": ["Exaone4ForCausalLM"],
@@ -256,6 +264,8 @@ SEEDS: dict[str, int] = {
     "ministral": 4,
     "hunyuan_v1_dense": 2,
     "starcoder2": 1,
+    "arcee": 1,
+    "nemotron": 4,
     "mistral_window": 1,
     "qwen2_window": 0,
     "deepseek_v2": 2,

@@ -101,7 +101,7 @@ class DecoderConfig(ABC):
         return self.sliding_rope if has_own and self.sliding_rope else self.rope
 
 
-SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
+SILU, GELU, RELU_SQUARED = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new"), ("relu2",)
 
 
 def read_decoder(

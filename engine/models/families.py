@@ -24,6 +24,7 @@ from engine.models.llama import InternLm3, Llama, SeedOss
 from engine.models.minimax_m2 import MiniMaxM2
 from engine.models.mistral import Mistral
 from engine.models.mixtral import Mixtral
+from engine.models.nemotron import Arcee, Nemotron
 from engine.models.olmo2 import Olmo2, Olmo3
 from engine.models.olmoe import Olmoe
 from engine.models.paddleocr_vl import PaddleOcrVl
@@ -70,6 +71,8 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
     "seed_oss": SeedOss,
     "smollm3": SmolLm3,
     "starcoder2": Starcoder2,
+    "arcee": Arcee,
+    "nemotron": Nemotron,
     "mixtral": Mixtral,
     "qwen2_moe": Qwen2Moe,
     "qwen3_moe": Qwen3Moe,

@@ -48,23 +48,27 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class Mlp:
-    """MLP without a gate: `down(gelu(up(x)))`, with or without biases."""
+    """MLP without a gate: `down(activation(up(x)))`, with or without biases."""
 
     up_proj: Linear
     down_proj: Linear
+    activation: str  # the name of an op
 
     @classmethod
-    def of(cls, config: DecoderConfig, place: Place, names: tuple[str, str], bias: bool) -> Mlp:
+    def of(
+        cls, config: DecoderConfig, place: Place, names: tuple[str, str], bias: bool, activation: str = "gelu"
+    ) -> Mlp:
         """Build the MLP. `names` are the checkpoint's names of the up and the down projection."""
         place, inner = _divided(config, place)
         up = [(f"mlp.{names[0]}", inner)]
         return cls(
             Linear.columns(place, names[0], up, config.hidden_size, bias),
             Linear.rows(place, f"mlp.{names[1]}", config.hidden_size, inner, bias),
+            activation,
         )
 
     def __call__(self, run: Run, x: Tensor) -> Tensor:
-        return self.down_proj(run, run.ops.gelu(self.up_proj(run, x)))
+        return self.down_proj(run, getattr(run.ops, self.activation)(self.up_proj(run, x)))
 
 
 def _divided(config: DecoderConfig, place: Place) -> tuple[Place, Share]:

@@ -6,6 +6,7 @@ for each family. The module imports neither Paddle nor torch.
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -63,10 +64,12 @@ FAMILIES = (
     FamilySupport("seed_oss", "Seed-OSS"),
     FamilySupport("smollm3", "SmolLM3"),
     FamilySupport("starcoder2", "StarCoder2"),
+    FamilySupport("arcee", "Arcee (AFM 4.5B)", (RUN, RUN, NOT_RUN, NOT_RUN)),
+    FamilySupport("nemotron", "Nemotron 4, Minitron, dense models", (RUN, RUN, NOT_RUN, NOT_RUN)),
     FamilySupport("qwen3_5", "Qwen3.5, Qwen3.6, Qwen3.8, dense models"),
-    FamilySupport("qwen3_5_text", "the same as text-only checkpoints"),
+    FamilySupport("qwen3_5_text", "Qwen3.5, Qwen3.6, Qwen3.8, dense models"),
     FamilySupport("qwen3_5_moe", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B)"),
-    FamilySupport("qwen3_5_moe_text", "the same as text-only checkpoints"),
+    FamilySupport("qwen3_5_moe_text", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B)"),
     FamilySupport("qwen3_next", "Qwen3-Next, Qwen3-Coder-Next"),
     FamilySupport("deepseek_v2", "DeepSeek V2", EVERYWHERE, has_int8_cache=False),
     FamilySupport("deepseek_v3", "DeepSeek V3, V3.1, R1", has_int8_cache=False),
@@ -124,8 +127,9 @@ PRECISIONS = (
 
 
 def family_table() -> str:
-    """Return the table of families in Markdown."""
-    rows = [(f"`{each.model_type}`", each.models, *each.devices) for each in FAMILIES]
+    """Return the table of families in Markdown. Neighbours for the same models share a row."""
+    same = itertools.groupby(FAMILIES, lambda each: (each.models, *each.devices))
+    rows = [(", ".join(f"`{each.model_type}`" for each in group), *cells) for cells, group in same]
     return _table(("`model_type`", "models", *DEVICES), rows)
 
 
