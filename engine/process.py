@@ -51,7 +51,8 @@ def main() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.close())
     pool = loop.scheduler.pool
-    log.info("ready: %d blocks of %d tokens", pool.num_blocks, pool.block_size)
+    text = "ready: %d blocks of %d tokens, fingerprint %012x"
+    log.info(text, pool.num_blocks, pool.block_size, loop.fingerprint)
     server.run(loop, bounds)
     log.info("stopped")
     logging.shutdown()
@@ -68,6 +69,7 @@ def note_progress(path: Path) -> None:
 def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[EngineLoop, ModelBounds]:
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
+    from engine.executors.fingerprint import fingerprint
     from engine.executors.memory import allocate_cache
     from engine.exporting.manifest import Manifest
     from engine.grammars.pool import GrammarPool
@@ -84,6 +86,8 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[EngineLoop, 
     collect_garbage_seldom()
     num_blocks = allocate_cache(executor, config, model.max_seq_len)
     loop = EngineLoop(executor, num_blocks, config, grammars)
+    bounds = config.model_len(model.max_seq_len), config.max_step_tokens, num_blocks
+    loop.fingerprint = fingerprint(executor, model.vocab_size, bounds)
     for adapter in LoraRegistry.of_server(config).all():
         try:
             loop.adapters.need(adapter)

@@ -43,11 +43,12 @@ class Stats(PullCounters, ImageCounters, Counters):
     step_time_s: float = 0.0
     step_age_s: float = 0.0  # of the running step
     step_limit_s: float = 0.0  # how long it may take, estimated from earlier steps; 0: unknown
+    fingerprint: int = 0  # of the arithmetic of the executor; 0: unknown
 
 
 # Fields of `Stats` that describe the current state of the scheduler and of the running step; the others are counters.
 GAUGES = ("num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_held")
-PROPERTIES = ("block_size", "step_age_s", "step_limit_s")
+PROPERTIES = ("block_size", "step_age_s", "step_limit_s", "fingerprint")
 
 
 class EngineLoop:
@@ -78,6 +79,7 @@ class EngineLoop:
         self._compiling = CompilationQueue()
         self.remote: RemotePrefill | None = None  # of a decode instance
         self.jobs: PrefillJobs | None = None  # of a prefill instance
+        self.fingerprint = 0  # of the executor, see `engine.executors.fingerprint`
         self._steps: deque[tuple[Step, int]] = deque()  # launched steps and their numbers of tokens
         self._running = (0, 0.0)  # tokens and start (time.monotonic) of the running step, or of the last one
         self._slowest_token_s = 0.0  # seconds a token of the slowest step so far
@@ -213,6 +215,7 @@ class EngineLoop:
             step_time_s=self._step_time_s,
             step_age_s=time.monotonic() - began if self._steps else 0.0,
             step_limit_s=STEP_MARGIN * num_tokens * self._slowest_token_s,
+            fingerprint=self.fingerprint,
         )
         counts: DraftCounts | None = getattr(self.executor, "draft_counts", None)
         return asdict(stats) | (counts.stats() if counts else {})

@@ -41,4 +41,5 @@ def model_state(service: Service, processor: InputProcessor, max_running: int, w
             for engine in client.engines
             if len(client.engines) > 1
         ],
+        fingerprint=int(stats.get("fingerprint", 0)),
     )

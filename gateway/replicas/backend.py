@@ -27,7 +27,7 @@ from engine.wire import (
 from gateway.backend import RESTART_WITHIN_S, ModelLost, ModelUnreachable, timeout
 from gateway.replicas.metrics import samples
 from gateway.replicas.placement import prompt_keys
-from gateway.replicas.replica import Replica
+from gateway.replicas.replica import Arithmetic, Replica
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.retry import MAX_LOSSES, ReceivedTokens
 
@@ -124,8 +124,8 @@ class _Placement:
         self.rest = body  # the request for the tokens that are missing
         self._replicas, self._body, self._timeout_s = replicas, body, timeout_s
         self._received = ReceivedTokens()
-        self._model: str | None = None  # hash of the model that has begun the answer
-        self._model_of_replica = ""  # hash of the model of the last replica
+        self._begun: Arithmetic | None = None  # of the last answer that was received
+        self._chosen = replicas.local.arithmetic  # of the last replica
         self._tried: list[Replica] = []  # replicas that are full
         self._num_losses = 0
         self._error: RequestError = EngineUnavailable("no replica of the model is ready; retry later")
@@ -142,22 +142,24 @@ class _Placement:
             self._may_be_known = False
             owner, req_id = owner_of(self._body).name, self._body.get("req_id")
             if isinstance(req_id, str) and (found := await self._replicas.find(owner, req_id)):
-                self._model_of_replica = found.model
-                return found
+                return self._take(found)
         clock, lora = asyncio.get_running_loop().time, self._body.get("lora_name")
         while True:
-            if replica := self._replicas.choose(self.keys, self._model, self._tried, lora):
-                self._model_of_replica = replica.model
-                return replica
+            if replica := self._replicas.choose(self.keys, self._begun, self._tried, lora):
+                return self._take(replica)
             if isinstance(self._error, Overloaded) and not self._received or clock() >= self._deadline:
                 raise self._error
             self._tried.clear()
             await asyncio.sleep(CHECK_EVERY_S)
 
+    def _take(self, replica: Replica) -> Replica:
+        self._chosen = replica.arithmetic
+        replica.num_inexact += self._begun not in (None, self._chosen)
+        return replica
+
     def was_answered(self, answer: Delta) -> None:
         """Record an answer."""
-        if self._model is None:
-            self._model = self._model_of_replica
+        self._begun = self._chosen
         self._num_losses = 0
         self._received.add(answer)
 

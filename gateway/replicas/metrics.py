@@ -12,13 +12,17 @@ FAMILIES = (
     ("llm_replica_ready", "gauge", "1 if the replica takes requests"),
     ("llm_replica_requests_total", "counter", "requests that this server has sent to the replica"),
     ("llm_replica_lost_requests_total", "counter", "of these, requests that were sent to another replica after a loss"),
+    ("llm_replica_inexact_requests_total", "counter", "answers that the replica continued with another fingerprint"),
 )
 
 
 def samples(replicas: ReplicaSet) -> Iterator[tuple[Any, ...]]:
     """Yield family, kind, description, labels, value and suffix of each sample."""
     values = [
-        (LOCAL if each is replicas.local else each.name, (int(each.is_ready), each.num_requests, each.num_lost))
+        (
+            LOCAL if each is replicas.local else each.name,
+            (int(each.is_ready), each.num_requests, each.num_lost, each.num_inexact),
+        )
         for each in (replicas.local, *replicas.others)
     ]
     for index, (family, kind, doc) in enumerate(FAMILIES):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.placement import KnownPrefixes
 from engine.wire import Delta, ModelState
@@ -22,6 +22,13 @@ class OpenRequest:
     inbox: asyncio.Queue[Delta | Exception]
 
 
+class Arithmetic(NamedTuple):
+    """Model and rounding, on which an answer depends beside its request."""
+
+    model: str  # its hash
+    fingerprint: int  # of the engine, see `engine.executors.fingerprint`
+
+
 class Replica:
     """A server of the model. `make_backend` connects to it; `identity` is the same for all front ends."""
 
@@ -34,7 +41,9 @@ class Replica:
         self._make_backend = make_backend
         self.backend = make_backend()
         self._open: set[OpenRequest] = set()
-        self.num_requests = self.num_lost = 0  # of this front end: sent to it; sent to another replica after a loss
+        # Requests of this front end: sent to it; sent to another replica after a loss; continued here although another
+        # fingerprint had begun them
+        self.num_requests = self.num_lost = self.num_inexact = 0
 
     @property
     def is_ready(self) -> bool:
@@ -45,6 +54,11 @@ class Replica:
     def model(self) -> str:
         """Return the hash of the replica's model."""
         return self.state.model_hash if self.state else ""
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Return what the answers of the replica depend on."""
+        return Arithmetic(self.model, self.state.fingerprint if self.state else 0)
 
     @property
     def num_running(self) -> int:

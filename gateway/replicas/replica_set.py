@@ -21,7 +21,7 @@ from gateway.backend import Backend
 from gateway.health import ANSWER_WITHIN_S, CachedHealthCheck, readiness
 from gateway.replicas.connections import ReplicaConnections, replica_credentials
 from gateway.replicas.placement import PromptKeys, choose
-from gateway.replicas.replica import Replica
+from gateway.replicas.replica import Arithmetic, Replica
 from gateway.replicas.served import Poll, ServedRequests, Summary, read_summary, write
 from gateway.triton_client import TritonBackend
 
@@ -123,15 +123,21 @@ class ReplicaSet:
         """Return the other servers, whether or not they answer."""
         return [replica for replica, _ in self._remote.values() if not replica.is_self]
 
-    def choose(self, keys: PromptKeys, model: str | None, tried: Iterable[Replica], lora: str | None) -> Replica | None:
-        """Return the replica for a request, or None if none is ready. `model` is the hash of the model that must
-        answer; None: that of this server, or of most replicas while this server is not ready.
+    def choose(
+        self, keys: PromptKeys, begun: Arithmetic | None, tried: Iterable[Replica], lora: str | None
+    ) -> Replica | None:
+        """Return the replica for a request, or None if none is ready. If an answer has begun, the same model must
+        continue it, if possible with the same fingerprint. Otherwise the model is that of this server, or that of most
+        replicas while this server is not ready.
         """
         ready = [each for each in (self.local, *self.others) if each.is_ready and each not in tried]
-        if model is None and ready:
+        model = begun.model if begun else ""
+        if begun is None and ready:
             models = [each.model for each in ready]
             model = self.local.model if self.local.is_ready else max(models, key=models.count)
         ready = [each for each in ready if each.model == model]
+        if begun:
+            ready = [each for each in ready if each.arithmetic == begun] or ready
         if lora is not None:  # one that has just been loaded is known after the next poll
             ready = [each for each in ready if each.state and lora in (each.state.loras or ())] or ready
         return choose(keys, ready)

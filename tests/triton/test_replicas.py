@@ -65,6 +65,11 @@ def num_generated(server):
     return float(re.search(r"^llm_generated_tokens_total (\S+)$", text, re.M)[1])
 
 
+def fingerprint_of(server):
+    """Return the fingerprint of the engine that was started last, which it writes into its log."""
+    return re.findall(r"fingerprint (\w+)$", (server.log_dir / "infer_server.log").read_text(), re.M)[-1]
+
+
 def start_again(server):
     started = server.command("start_server")
     assert started.returncode == 0, started.stdout + started.stderr
@@ -139,6 +144,13 @@ def test_streams_continue_with_the_same_tokens_at_the_other_server(servers, expe
         if was_needed:
             return
     raise AssertionError("no stream was open when its server was killed")
+
+
+def test_equal_servers_have_equal_fingerprints_so_that_all_continuations_are_exact(servers):
+    assert fingerprint_of(servers[0]) == fingerprint_of(servers[1]) != "0" * 12
+    _, page = get(servers[0].ports["SERVICE_HTTP_PORT"], "/metrics")
+    found = re.findall(r"^llm_replica_inexact_requests_total{.*} (\d+)$", page, re.M)
+    assert found == ["0", "0"]
 
 
 def test_a_client_that_loses_its_front_end_resumes_at_the_other_one(servers, expected):

@@ -105,6 +105,7 @@ def test_the_counters_tell_what_was_done():
         "num_image_hits": 0,
         "num_images_encoded": 0,
         "image_time_s": 0.0,
+        "fingerprint": 0,
         "step_age_s": 0.0,
     }
 

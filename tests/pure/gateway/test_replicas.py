@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import grpc
+import msgspec
 import pytest
 
 from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
@@ -156,7 +157,7 @@ def busy(replicas, *indices):
     """Let the replicas of these indices be chosen last."""
     for i in indices:
         each = (replicas.local, *replicas.others)[i]
-        each.state = ModelState(ready=True, num_open=1000, model_hash=each.model)
+        each.state = msgspec.structs.replace(each.state, num_open=1000)
 
 
 def text_of(answers):
@@ -190,6 +191,8 @@ def test_the_metrics_count_what_each_replica_got_and_lost():
             'llm_replica_requests_total{replica="replica 0"} 1',
             'llm_replica_lost_requests_total{replica="local"} 1',
             'llm_replica_lost_requests_total{replica="replica 0"} 0',
+            'llm_replica_inexact_requests_total{replica="local"} 0',
+            'llm_replica_inexact_requests_total{replica="replica 0"} 0',
         ]
         assert not (await ReplicatedBackend(replicas).probe()).metrics
 
@@ -225,6 +228,23 @@ def test_an_answer_never_has_tokens_of_two_models(monkeypatch):
 
     async def anext_all(answers):
         return [each async for each in answers]
+
+    run(scenario())
+
+
+def test_an_answer_continues_where_the_arithmetic_is_the_same_if_it_can_and_otherwise_is_counted():
+    async def scenario():
+        replicas = set_of(("a", ModelLost("gone")), ("x",), ("b", ModelLost("gone")))
+        for replica, found in zip((replicas.local, *replicas.fakes), (7, 8, 7), strict=True):
+            replica.state = msgspec.structs.replace(replica.state, fingerprint=found)
+        busy(replicas, 1, 2)
+        replicas.fakes[1].state = msgspec.structs.replace(replicas.fakes[1].state, num_open=10_000)
+        assert text_of(await answer_of(replicas)) == "abx"
+        assert [each.num_requests for each in (replicas.local, *replicas.fakes)] == [1, 1, 1]
+        assert [each.num_inexact for each in (replicas.local, *replicas.fakes)] == [0, 1, 0]
+        assert replicas.fakes[0].backend.bodies[0]["answer_ids"] == [[0, 0]]
+        assert text_of(await answer_of(replicas)) == "x"  # a new request may begin anywhere
+        assert replicas.fakes[0].num_inexact == 1
 
     run(scenario())
 
