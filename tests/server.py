@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,18 @@ def is_alive(pid: int) -> bool:
     """Return whether a process runs. One that has ended and was not reaped yet does not."""
     process = Process.of("", pid)
     return process is not None and process.is_alive
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """Pause a process for the duration of the context. A paused engine accepts requests and does not answer them, so
+    they are open for as long as a test needs. The supervisor ends an engine that is paused for ENGINE_SILENT_S."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # the supervisor has ended it; the next engine continues
+            os.kill(pid, signal.SIGCONT)
 
 
 def state_of(server: RunningServer) -> ServerState | None:

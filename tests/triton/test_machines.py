@@ -214,6 +214,6 @@ def assert_is_a_pause(master: Host, expected: list[int], disturb: Callable[[], N
         lines, before = read_lines(stream, 20), num_replays(master)
         disturb()
         assert tokens_of(lines + rest_of(stream)) == expected
-        if num_replays(master) == before + 1:
+        if num_replays(master) > before:  # a busy machine may lose an engine twice
             return
     raise AssertionError("every stream had ended before it was disturbed")

@@ -59,12 +59,6 @@ def log_of(server):
     return (server.log_dir / "http_server.log").read_text()
 
 
-def num_generated(server):
-    """Return the number of tokens that the model of this server has generated."""
-    _, text = get(server.ports["METRICS_HTTP_PORT"], "/metrics")
-    return float(re.search(r"^llm_generated_tokens_total (\S+)$", text, re.M)[1])
-
-
 def fingerprint_of(server):
     """Return the fingerprint of the engine that was started last, which it writes into its log."""
     return re.findall(r"fingerprint (\w+)$", (server.log_dir / "infer_server.log").read_text(), re.M)[-1]
@@ -134,7 +128,6 @@ def test_streams_continue_with_the_same_tokens_at_the_other_server(servers, expe
     for _ in range(NUM_ATTEMPTS):
         streams = [Stream(front, body) for body in (*requests("plain"), *more)]
         wait_until_begun(streams)
-        assert num_generated(other) > 0
         num_known = num_greetings(front, other)
         kill(other)
         assert [stream.result() for stream in streams] == expected + expected[:1] * 4

@@ -14,8 +14,8 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.utils as triton_errors
 
-from tests.patience import wait_until
-from tests.server import running_server
+from tests.patience import PATIENCE_S, wait_until
+from tests.server import paused, running_server
 from tests.triton.asking import (
     CHAT,
     GrpcStream,
@@ -105,27 +105,31 @@ def test_a_full_queue_is_an_error_and_every_accepted_request_is_answered(tmp_pat
         statuses = []
         bodies = [body | {"stream": False} for body in long_answers(30, seed=7)]
         with ThreadPoolExecutor(30) as pool:
-            for status, answer in pool.map(lambda body: post(server, "/v1/chat/completions", body), bodies):
+            with paused(server.pid_of("engine")):  # so that none ends before the last arrives
+                answers = [pool.submit(post, server, "/v1/chat/completions", body) for body in bodies]
+                wait_until(lambda: sum(answer.done() for answer in answers) >= 25)
+            for status, answer in (each.result() for each in answers):
                 statuses.append(status)
                 if status == 429:
                     assert "at most MAX_CACHED_TASK_NUM(3) may" in answer["error_msg"]
-        assert set(statuses) == {200, 429}
-        assert statuses.count(200) >= 5
+        assert (statuses.count(200), statuses.count(429)) == (5, 25)
         wait_until_idle(server)
 
 
 def test_an_engine_that_keeps_dying_fails_requests_and_readiness(tmp_path):
     with running_server(tmp_path, {"ENGINE_MAX_CRASHES": "2"}) as server:
-        done = threading.Event()
+        done, has_begun = threading.Event(), threading.Event()
 
         def kill_on():
             while not done.wait(0.05):
                 with contextlib.suppress(LookupError, ProcessLookupError):
                     os.kill(server.pid_of("engine"), signal.SIGKILL)
+                    has_begun.set()
 
         killer = threading.Thread(target=kill_on)
         killer.start()
         try:
+            assert has_begun.wait(PATIENCE_S)  # else a fast machine may answer before
             body = long_answers(1, length=1000)[0] | {"stream": False}
             status, answer = post(server, "/v1/chat/completions", body)
             assert (status, answer["error_type"]) == (503, "engine_unavailable")

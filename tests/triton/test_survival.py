@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import http.server
+import itertools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import tritonclient.grpc as triton_client
 from server_scripts.health import ENGINE_SILENT_S
 from server_scripts.run_dir import RunDir
 from tests.patience import in_background, wait_until
-from tests.server import a_server, is_alive, is_clean, pids_of, running_server, state_of
+from tests.server import a_server, is_alive, is_clean, paused, pids_of, running_server, state_of
 from tests.triton.asking import grpc_request, health_of, post, settled
 
 
@@ -39,16 +40,6 @@ def running(tmp_path_factory):
     """Return a server for tests after which it still runs."""
     with running_server(tmp_path_factory.mktemp("running"), {"MAX_DEC_LEN": "4000"}) as server:
         yield server
-
-
-@contextlib.contextmanager
-def paused(pid):
-    """Pause a process for the duration of the context."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def test_files_and_sockets_are_for_this_user_alone(running):
@@ -208,30 +199,43 @@ def num_generated(server):
 
 
 def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_computed_twice(running):
-    count = 2500
+    count, numbers = 2500, itertools.count()
     first = Stream(running, count)
-    expected, before = first.answer(), settled(num_generated, running)
+    expected = first.answer()
     ask = {"temperature": 0, "ignore_eos": True, "stream": True}
-    native = {**ask, "text": "Tell me", "req_id": "lost-1", "max_dec_len": count, "min_dec_len": count}
+    native = {**ask, "text": "Tell me", "max_dec_len": count, "min_dec_len": count}
     openai = {**ask, "messages": [{"role": "user", "content": "Tell me"}], "max_tokens": count, "min_tokens": count}
-    over_http = http_lines(running, native), http_lines(running, openai, X_Request_Id="lost-2", Last_Event_ID="0")
-    lines, events = ([next(each) for _ in range(10)] for each in over_http)
-    over_grpc = GrpcStream(running, "lost-3", count)
-    over_grpc.wait_for(30)
-    killed, engine = running.pid_of("gateway-0"), running.pid_of("engine")
-    with paused(engine):  # so that no stream ends before the worker does
-        os.kill(killed, signal.SIGKILL)
-    lines, events = [*lines, *over_http[0]], [*events, *over_http[1]]
-    wait_until(lambda: not is_alive(killed))  # until then its ports may take connections
-    wait_until(lambda: takes_connections(running, "SERVICE_HTTP_PORT", "SERVICE_GRPC_PORT"))
 
+    def attempt():
+        """Kill the worker under three streams. Return what was read of them, unless one has ended before, as it may
+        have on a fast machine.
+        """
+        name, before = f"lost-{next(numbers)}", settled(num_generated, running)
+        over_http = (
+            http_lines(running, native | {"req_id": f"{name}-1"}),
+            http_lines(running, openai, X_Request_Id=f"{name}-2", Last_Event_ID="0"),
+        )
+        lines, events = ([next(each)] for each in over_http)
+        over_grpc = GrpcStream(running, f"{name}-3", count)
+        over_grpc.wait_for(30)
+        killed, engine = running.pid_of("gateway-0"), running.pid_of("engine")
+        with paused(engine):  # so that no stream ends before the worker does
+            os.kill(killed, signal.SIGKILL)
+        lines, events = [*lines, *over_http[0]], [*events, *over_http[1]]
+        wait_until(lambda: not is_alive(killed))  # until then its ports may take connections
+        wait_until(lambda: takes_connections(running, "SERVICE_HTTP_PORT", "SERVICE_GRPC_PORT"))
+        wait_until(lambda: is_known(running, "gateway-0"))
+        known = sum((answer["token_ids"] for answer in over_grpc.answers), [])
+        has_ended = json.loads(lines[-1])["is_end"] or events[-1] == b"data: [DONE]" or len(known) == count
+        return not has_ended and (name, before, lines, events, known)
+
+    name, before, lines, events, known = wait_until(attempt)
     seen = json.loads(lines[-1])
-    assert not seen["is_end"]
+    native["req_id"] = f"{name}-1"
     lines += http_lines(running, native | {"resume_from": seen["send_idx"] + len(seen["token_ids"])})
     last_id = [line[4:].decode() for line in events if line.startswith(b"id: ")][-1]
-    events += http_lines(running, openai, X_Request_Id="lost-2", Last_Event_ID=last_id)
-    known = sum((answer["token_ids"] for answer in over_grpc.answers), [])
-    again = GrpcStream(running, "lost-3", count, resume_from=len(known))
+    events += http_lines(running, openai, X_Request_Id=f"{name}-2", Last_Event_ID=last_id)
+    again = GrpcStream(running, f"{name}-3", count, resume_from=len(known))
     again.wait_for(1)
     assert 30 <= len(known) < count
     assert sum((json.loads(line)["token_ids"] for line in lines), []) == expected
@@ -246,13 +250,25 @@ def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_com
 def test_a_stop_with_many_streams_gives_each_its_one_end(server):
     server.env.update({"DRAIN_TIMEOUT": "0.5", "BATCH_SIZE": "16", "MAX_DEC_LEN": "4000"})
     assert server.command("start_server").returncode == 0
-    with paused(server.pid_of("engine")):  # so that no answer ends before all have begun
-        streams = [GrpcStream(server, number, max_dec_len=3900) for number in range(16)]
-    for stream in streams:
-        stream.wait_for(2)
-    os.kill(server.pid_of("supervisor"), signal.SIGTERM)
-    for stream in streams:
-        *deltas, last = stream.close()
+    engine, numbers = server.pid_of("engine"), itertools.count()
+
+    def open_streams():
+        """Return streams that have begun, unless one has ended, as it may have on a fast machine."""
+        with paused(engine):
+            streams = [GrpcStream(server, next(numbers), max_dec_len=3900) for _ in range(16)]
+        for stream in streams:
+            stream.wait_for(2)
+        if not any(stream.answers[-1]["is_end"] for stream in streams):
+            return streams
+        for stream in streams:
+            stream.close()
+        return None
+
+    streams = wait_until(open_streams)
+    with paused(engine):  # so that none ends while the others are waited for
+        os.kill(server.pid_of("supervisor"), signal.SIGTERM)
+        ends = [stream.close() for stream in streams]
+    for *deltas, last in ends:
         assert last["error_msg"] == "the server is stopping"
         assert not any(delta["is_end"] or delta["error_msg"] for delta in deltas)
     wait_until(lambda: state_of(server) is None)
