@@ -1,5 +1,6 @@
 """Several ranks as one executor, in processes of their own: the same tokens, and one end for all."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -190,15 +191,20 @@ def test_answers_with_drafts_go_on_after_the_end_of_a_rank(tmp_path):
     expected = answers_of(graph_dir, requests, mp_num=2, cpu_threads=1)
     env = {"MP_NUM": "2", "CPU_THREADS": "1", "GRAPH_DIR": str(graph_dir), "RUN_DIR": str(tmp_path), "DEVICE": "cpu"}
     env = {**os.environ, **env, "SPECULATE_METHOD": "mtp"}
-    engines, listeners = [], []
+    engines, names = [], itertools.count()
     try:
         with a_client(f"ipc://{tmp_path}/engine.sock") as client:
             engines.append(subprocess.Popen(DRAFTING_ENGINE, cwd=ROOT, env=env))
-            for number, (prompt, sampling) in enumerate(requests):
-                listeners.append(Collector())
-                client.submit(prompt, [Submission(str(number), sampling, listeners[-1])])
-            wait_until(lambda: min(len(listener.token_ids) for listener in listeners) >= 50)
-            assert not any(listener.ends for listener in listeners), "they must be in the middle"
+
+            def in_the_middle():
+                """Return the listeners of requests, unless one has ended, as it may have on a fast machine."""
+                listeners = [Collector() for _ in requests]
+                for (prompt, sampling), listener in zip(requests, listeners, strict=True):
+                    client.submit(prompt, [Submission(str(next(names)), sampling, listener)])
+                wait_until(lambda: min(len(listener.token_ids) for listener in listeners) >= 50)
+                return not any(listener.ends for listener in listeners) and listeners
+
+            listeners = wait_until(in_the_middle)
             commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(engines[0].pid)}
             [rank] = [pid for pid, command in commands.items() if "engine.executors.rank_process" in command]
             os.kill(rank, signal.SIGKILL)
