@@ -26,7 +26,6 @@ from tests.triton.server_checks import pids
 ROOT = Path(__file__).resolve().parents[2]
 CERTIFICATES = ROOT / "tests" / "certificates"
 NUM_STREAMS = 2000
-LONGEST_PAUSE_S = 5.0  # on a machine that others use as well; it was 17
 LARGE = json.dumps({"req_id": "large", "text": "x" * 4_194_000}).encode()
 KEY = "s3cret-key"
 
@@ -110,7 +109,10 @@ def test_a_burst_on_a_cold_server_is_served_to_the_last_stream(tmp_path, many_fi
 
 
 def test_many_large_requests_stop_no_other_stream_and_end_no_process(tmp_path):
-    """120 over gRPC and 60 over HTTP, with 4 MB each, while somebody has an answer streamed."""
+    """120 over gRPC and 60 over HTTP, with 4 MB each, while somebody has an answer streamed. That stream once stood
+    still for most of the time, 17 s. Its longest pause is compared with all of that time, which is longer where the
+    machine is slow: 0.5 s of 26 s on two cores with a load of 19.
+    """
 
     statuses, came_at = set(), []
 
@@ -128,10 +130,12 @@ def test_many_large_requests_stop_no_other_stream_and_end_no_process(tmp_path):
 
     with a_started_server(tmp_path) as server:
         before = pids(server)
+        began = time.monotonic()
         posted, (others, *large) = asyncio.run(storm(server))
+        storm_s = time.monotonic() - began
         assert (others[-1]["finish_reason"], others[-1]["tokens_all_num"]) == ("length", 1000)
         assert {answer["error_code"] for [answer] in large} | {status for status, _ in posted} <= {400, 429}
-        assert max(after - at for at, after in itertools.pairwise(came_at)) < LONGEST_PAUSE_S
+        assert max(after - at for at, after in itertools.pairwise(came_at)) < storm_s / 2
         assert statuses == {200}
         assert pids(server) == before
         assert "ending it" not in (server.log_dir / "console.log").read_text()
