@@ -24,6 +24,7 @@ from gateway.replicas.replica import Replica
 from gateway.replicas.replica_set import RemoteReplica, ReplicaSet
 from gateway.replicas.served import Poll, ServedRequests
 from gateway.triton_client import TritonBackend
+from tests.patience import PATIENCE_S
 from tests.pure.gateway_fake import WAIT, FakeBackend
 from tests.pure.inference_fake import NEVER, FakeTriton, a_client, a_request, answers, run, serving
 from tests.pure.inference_fake import text_of as text_of_response
@@ -205,10 +206,10 @@ def test_a_silent_replica_is_left_and_its_request_ends_there():
         busy(replicas, 1)
         backend = replicas.local.backend
         answers = asyncio.create_task(answer_of(replicas))
-        await asyncio.to_thread(backend.waiting.acquire, timeout=5)
+        assert await asyncio.to_thread(backend.waiting.acquire, timeout=PATIENCE_S)
         replicas.local.lose("no answer for 2 s")
         assert text_of(await answers) == "ab"
-        assert backend.cancelled.acquire(timeout=5)
+        assert backend.cancelled.acquire(timeout=PATIENCE_S)
 
     run(scenario())
 

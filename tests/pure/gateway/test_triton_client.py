@@ -198,7 +198,7 @@ def test_a_request_that_cannot_be_written_times_out_too():
     async def scenario():
         async with connected_to_a_frozen_server() as backend:
             task = asyncio.create_task(anext(backend.generate({}, 0.05)))
-            done, _ = await asyncio.wait([task], timeout=5)  # cancelling it would end it as well
+            done, _ = await asyncio.wait([task], timeout=PATIENCE_S)  # cancelling it would end it as well
             assert done == {task}
             with pytest.raises(TimedOut, match=r"no response for 0.05 s"):
                 await task
@@ -212,7 +212,7 @@ def test_closing_the_backend_ends_a_request_that_cannot_be_written():
             task = asyncio.create_task(texts_of(backend, {}))
             await asyncio.sleep(0.05)
             await backend.close()
-            done, _ = await asyncio.wait([task], timeout=5)
+            done, _ = await asyncio.wait([task], timeout=PATIENCE_S)
             assert done == {task}
             with pytest.raises(EngineUnavailable, match="stopping"):
                 await task

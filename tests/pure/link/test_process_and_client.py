@@ -92,9 +92,9 @@ class Ends(list):
 
 
 def test_only_what_was_computed_in_vain_counts_as_such():
-    with connected(SlowExecutor(256, 4, 0.005), max_dec_len=500) as (_, client):
+    with connected(SlowExecutor(30_000, 4, 0.005), max_dec_len=100_000) as (_, client):
         for first, is_complete in ((5, True), (6, False)):
-            listener = submit(client, [first], 400)
+            listener = submit(client, [first], 100_000)  # would take longer than any wait of this test
             wait_until(lambda listener=listener: len(listener.token_ids) > 3)
             client.cancel(listener.request_id, is_complete)
             assert is_empty(client)
@@ -153,7 +153,7 @@ def test_a_pause_of_the_client_is_no_silence_of_the_engine_but_a_stopped_engine_
         monkeypatch.setattr(client, "_heartbeat", lambda: (answer(), longest.append(client.silent_s)))
         clock.lost_s = 3600
         wait_until(lambda: len(longest) > 20)
-        assert max(longest) < 2
+        assert max(longest) < clock.lost_s / 2
         engine.send_signal(signal.SIGSTOP)
         wait_until(lambda: client.silent_s > 1.2)
         engine.send_signal(signal.SIGCONT)
@@ -281,11 +281,12 @@ def test_an_engine_faster_than_its_client_keeps_no_ping_and_no_cancellation_wait
 
     with connected(CountingExecutor(30_000, 4)) as (server, client):
         slow, other = Slow(), submit(client, [6], 100_000)
-        client.submit([5], [Submission("slow", Sampling(1500, temperature=0), slow)])
+        client.submit([5], [Submission("slow", Sampling(100_000, temperature=0), slow)])
         wait_until(lambda: len(slow.token_ids) > 20)
         client.cancel(other.request_id)
         wait_until(lambda: server.loop.stats()["num_dropped"] == 1)
-        assert len(slow.token_ids) < 750
+        assert not slow.ends  # its tokens take longer than any wait of this test
+        client.cancel("slow")
 
 
 def test_a_request_to_which_the_model_gives_no_token_ends_alone():
