@@ -17,7 +17,7 @@ from engine.llm import LLM
 from tests.family_checkpoints import make_checkpoint
 from tests.image_requests import a_data_url, a_file, add_vision_tokens, an_image_part
 from tests.images import an_image
-from tests.patience import in_background, wait_until
+from tests.patience import wait_until
 from tests.server import running_server
 from tests.triton.asking import GrpcStream, post
 
@@ -131,19 +131,15 @@ def test_a_second_question_about_an_image_finds_it_in_the_prefix_cache(server):
 
 def test_an_answer_goes_on_when_the_engine_dies(server, expected):
     long = {"max_dec_len": 150, "n": 2, "temperature": 0.8, "infer_seed": 5, "logprobs": 1}
-    expected_ids = ends(streamed(server, CHATS["two"], options=long))
+    expected_ids, killed = ends(streamed(server, CHATS["two"], **long)), []
 
-    def died_before_the_end():
-        """Kill the engine unless the answer has ended, as it may have on a fast machine."""
-        lines = []
-        reading = in_background(streamed, server, CHATS["two"], lines.append, long)
-        wait_until(lambda: lines or reading.done())  # a slow reader may get all tokens in few lines
-        if is_open := not reading.done():
+    def kill_the_engine(line):
+        """Kill it at the first line, because a slow reader may get all tokens in few lines."""
+        if not killed:
+            killed.append(line)
             os.kill(server.pid_of("engine"), signal.SIGKILL)
-        assert ends(reading.result(240)) == expected_ids
-        return is_open
 
-    wait_until(died_before_the_end)
+    assert ends(streamed(server, CHATS["two"], kill_the_engine, **long)) == expected_ids
     assert native(server, CHATS["one"])["tokens_all_ids"] == expected["one"].token_ids
 
 
@@ -152,9 +148,9 @@ def ends(lines):
     return {line["index"]: line["tokens_all_ids"] for line in lines if "tokens_all_ids" in line}
 
 
-def streamed(server, messages, on_line=lambda line: None, options=None):
+def streamed(server, messages, on_line=lambda line: None, **options):
     """Return the lines of a streamed native answer."""
-    body = {"messages": messages, **OPTIONS, **(options or {}), "stream": True, "req_id": str(time.monotonic_ns())}
+    body = {"messages": messages, **OPTIONS, **options, "stream": True, "req_id": str(time.monotonic_ns())}
     request = urllib.request.Request(f"{server.http_url}/v1/chat/completions", json.dumps(body).encode())
     found = []
     with urllib.request.urlopen(request, timeout=240) as response:

@@ -14,6 +14,7 @@ from engine.executors.drafting import DraftingExecutor, with_drafts
 from engine.executors.lookup_drafts import LookupDrafts
 from engine.executors.ngram import NgramDrafter
 from engine.settings.config import Config
+from tests.patience import PATIENCE_S
 from tests.pure.counting_executor import CountingExecutor, answer
 
 GREEDY = Sampling(20, temperature=0)
@@ -49,7 +50,7 @@ class Blocked(CountingExecutor):
         self.batches_seen = []
 
     def launch(self, batch):
-        assert self.may_compute.acquire(timeout=10)
+        assert self.may_compute.acquire(timeout=PATIENCE_S)
         self.batches_seen.append(batch)
         return super().launch(batch)
 

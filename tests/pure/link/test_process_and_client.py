@@ -54,7 +54,8 @@ def test_every_request_gets_its_own_tokens_and_one_end():
 
 def test_a_request_expires_only_while_nothing_of_it_is_computed():
     error = Overloaded("waited for {limit} s", limit=2)
-    with connected(SlowExecutor(256, 4, 0.005), batch_size=1, max_dec_len=500) as (_, client):
+    executor = SlowExecutor(256, 4, 0.1)  # so that the first runs for 20 s, unless it is made faster
+    with connected(executor, batch_size=1, max_dec_len=500) as (_, client):
         running = submit(client, [5], 200)
         wait_until(lambda: running.token_ids)
         waiting, patient = submit(client, [6], 2), submit(client, [7], 2)
@@ -62,6 +63,7 @@ def test_a_request_expires_only_while_nothing_of_it_is_computed():
             client.expire(listener.request_id, error)
         client.expire("unknown", error)
         ended = waiting.wait()
+        executor.step_s = 0
         assert (type(ended), str(ended), ended.limit) == (Overloaded, "waited for 2 s", 2)
         assert (running.wait(), patient.wait()) == ("length", "length")
         assert is_empty(client)

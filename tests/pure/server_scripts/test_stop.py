@@ -11,7 +11,7 @@ import pytest
 
 from server_scripts import stop as stop_module
 from server_scripts.run_dir import Process, RunDir, ServerState
-from tests.pure.fake_server import ALL, fake_server, kill_supervisor
+from tests.pure.fake_server import ALL, TIMEOUT_S, fake_server, kill_supervisor
 from tests.server import is_alive
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,7 +79,7 @@ def test_an_interrupted_stop_is_one_line_and_the_server_goes_on_ending(tmp_path)
         with subprocess.Popen(COMMAND, env=env_of(tmp_path), cwd=ROOT, stdout=-1, stderr=-1, text=True) as stopping:
             server.wait_until(lambda: "gateway-1 ended" in server.notes)
             stopping.send_signal(signal.SIGINT)
-            _, said = stopping.communicate(timeout=20)
+            _, said = stopping.communicate(timeout=TIMEOUT_S)
         assert stopping.returncode == 130
         assert said == "\nstop_server: interrupted; a server that was asked to stop continues to stop\n"
         assert server.state.phase == "stopping"
@@ -111,7 +111,7 @@ def test_a_second_stop_waits_as_the_first_does_and_lets_requests_end(tmp_path):
                 assert second.stdout.readline().startswith("stop_server: waiting for ")
                 assert server.process.poll() is None
                 assert stop(tmp_path, "0").returncode == 0
-                assert (first.wait(20), second.wait(20)) == (0, 0)
+                assert (first.wait(TIMEOUT_S), second.wait(TIMEOUT_S)) == (0, 0)
 
 
 def test_stop_finds_a_start_that_has_only_just_begun(tmp_path):
@@ -126,8 +126,8 @@ def test_stop_finds_a_start_that_has_only_just_begun(tmp_path):
                     stopping.wait(1.0)
                 me = Process.of("supervisor", start.pid)
                 run_dir.write_state(ServerState("preparing", me, 0.0, "m", "", {}, "", 5.0))
-                assert start.wait(20) == -signal.SIGTERM
-                assert stopping.wait(20) == 0
+                assert start.wait(TIMEOUT_S) == -signal.SIGTERM
+                assert stopping.wait(TIMEOUT_S) == 0
             finally:
                 start.kill()
 
