@@ -26,11 +26,11 @@ class Ernie45Moe(Ernie45):
 
 
 def _mixture(keys: Mapping[str, Any]) -> MixtureConfig:
-    size, num_shared = whole_number(keys, "moe_intermediate_size", 1536), keys.get("moe_num_shared_experts", 2)
-    start, end = keys.get("moe_layer_start_index", 1), keys.get("moe_layer_end_index", -1)
-    for name, value in (("moe_num_shared_experts", num_shared), ("moe_layer_start_index", start)):
-        if type(value) is not int or value < 0:
-            raise ModelError(f"config.json: {name} is {value!r}, it must be a whole number")
+    size, num_shared = (
+        whole_number(keys, "moe_intermediate_size", 1536),
+        whole_number(keys, "moe_num_shared_experts", 2, 0),
+    )
+    start, end = whole_number(keys, "moe_layer_start_index", 1, 0), keys.get("moe_layer_end_index", -1)
     if type(end) is not int:
         raise ModelError(f"config.json: moe_layer_end_index is {end!r}, it must be a whole number")
     refuse_other_values(keys, moe_gate_act="softmax", moe_norm_gate_logits=True)

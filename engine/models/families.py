@@ -96,6 +96,6 @@ def read_model(keys: Mapping[str, Any]) -> DecoderConfig:
     `keys` is the parsed config.json. Raises ModelError if the model is not supported.
     """
     model_type = keys.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(f"config.json: model_type is {model_type!r}, supported are {', '.join(FAMILIES)}")
     return FAMILIES[model_type].read(keys)

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.errors import SetupError
+
+MAX_COUNT, MAX_WIDTH, MAX_NUMBER = 4096, 2**20, 2**31 - 1
+COUNTS = (  # of layers, heads and experts, of which the network has an object each
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "n_shared_experts",
+    "moe_num_shared_experts",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+WIDTHS = ("hidden_size", "intermediate_size", "_dim", "_rank")  # ends of the names of widths of matrices
 
 
 class ModelError(SetupError):
@@ -37,18 +53,23 @@ def object_in(data: bytes, name: Path | str, error: type[SetupError]) -> dict[st
     return value
 
 
-def whole_number(keys: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """Return a key's value, a positive whole number. The default replaces a missing key or null.
+def whole_number(keys: Mapping[str, Any], name: str, default: int | None = None, minimum: int = 1) -> int:
+    """Return a key's value, a whole number of at least `minimum`, 0 or 1. The default replaces a missing key or null.
 
-    Raises ModelError for other values, and for a missing key without a default.
+    Raises ModelError for other values, for numbers that are larger than any model has, which would take hours or all
+    memory before anything else refuses them, and for a missing key without a default.
     """
     value = keys.get(name)
     if value is None:
         if default is None:
             raise ModelError(f"config.json: {name} is missing")
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {name} is {value!r}, it must be a positive whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        kind = "positive whole number" if minimum else "whole number"
+        raise ModelError(f"config.json: {name} is {value!r}, it must be a {kind}")
+    limit = MAX_COUNT if name in COUNTS else MAX_WIDTH if name.endswith(WIDTHS) else MAX_NUMBER
+    if value > limit:
+        raise ModelError(f"config.json: {name} is {value}, it must be at most {limit}")
     return value
 
 
@@ -73,3 +94,14 @@ def an_object(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise ModelError(f"config.json: {name} is {value!r}, it must be an object")
     return value or {}
+
+
+def layer_list(keys: Mapping[str, Any], name: str, default: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return a key's value, a list of layers. The default replaces a missing key or null. Raises ModelError for other
+    values."""
+    value = keys.get(name)
+    if value is None:
+        return tuple(default)
+    if not isinstance(value, list) or not all(type(layer) is int for layer in value):
+        raise ModelError(f"config.json: {name} is {value!r}, it must be a list of whole numbers")
+    return tuple(value)

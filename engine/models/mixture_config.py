@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from engine.models.keys import ModelError, whole_number
+from engine.models.keys import ModelError, layer_list, number, whole_number
 from engine.ops.catalogue_experts import SIGMOID, SILU_GATE, SOFTMAX
 
 
@@ -73,7 +73,7 @@ def mixture_layers(keys: Mapping[str, Any], is_mixture: Callable[[int], bool] = 
 
 def _qwen_layers(keys: Mapping[str, Any]) -> tuple[bool, ...]:
     """Return which layers have a mixture by `mlp_only_layers` and `decoder_sparse_step`."""
-    dense, step = keys.get("mlp_only_layers") or (), whole_number(keys, "decoder_sparse_step", 1)
+    dense, step = layer_list(keys, "mlp_only_layers"), whole_number(keys, "decoder_sparse_step", 1)
     return mixture_layers(keys, lambda layer: layer not in dense and (layer + 1) % step == 0)
 
 
@@ -95,11 +95,8 @@ def deepseek_mixture(keys: Mapping[str, Any], defaults: Mapping[str, Any] = Mapp
     """Return the mixture of DeepSeek-V3 and the families that follow it: sigmoid scores, a bias of the choice, groups
     of experts, shared experts, and dense layers at the bottom. `defaults` are those of the family for missing keys."""
     given = {**defaults, **{name: value for name, value in keys.items() if value is not None}}
-    size, num_dense = whole_number(given, "moe_intermediate_size"), given.get("first_k_dense_replace", 0)
-    num_shared = given.get("n_shared_experts", 0)
-    for name, value in (("first_k_dense_replace", num_dense), ("n_shared_experts", num_shared)):
-        if type(value) is not int or value < 0:
-            raise ModelError(f"config.json: {name} is {value!r}, it must be a whole number")
+    size = whole_number(given, "moe_intermediate_size")
+    num_dense, num_shared = (whole_number(given, name, 0, 0) for name in ("first_k_dense_replace", "n_shared_experts"))
     refuse_other_values(given, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     num_experts = whole_number(given, "n_routed_experts")
     return MixtureConfig(
@@ -114,7 +111,7 @@ def deepseek_mixture(keys: Mapping[str, Any], defaults: Mapping[str, Any] = Mapp
             group_best=min(2, num_experts // whole_number(given, "n_group", 1)),
             renormalize=int(bool(given.get("norm_topk_prob"))),
             epsilon=1e-20,
-            factor=float(given.get("routed_scaling_factor", 1.0)),
+            factor=number(given, "routed_scaling_factor", 1.0),
         ),
         choice_bias="gate.e_score_correction_bias",
         shared="shared_experts" if num_shared else "",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.config import read_decoder
-from engine.models.keys import an_object, whole_number
+from engine.models.keys import an_object, layer_list, whole_number
 from engine.models.qwen2 import Qwen2, upper_windows
 from engine.models.qwen_vision import qwen2_5_vision, read_qwen_vision
 from engine.models.vision import VisionConfig, VisionFamily, VisionTower
@@ -23,7 +23,7 @@ class Qwen25Vl(VisionFamily, Qwen2):
         keys = {**an_object(keys, "text_config"), **keys}
         given = an_object(keys, "vision_config")
         unit = whole_number(given, "patch_size", 14) * whole_number(given, "spatial_merge_size", 2)
-        full_layers = tuple(given.get("fullatt_block_indexes", (7, 15, 23, 31)))
+        full_layers = layer_list(given, "fullatt_block_indexes", (7, 15, 23, 31))
         has_windows = not set(range(whole_number(given, "depth"))) <= set(full_layers)
         own = {
             "window": whole_number(given, "window_size", 112) // unit if has_windows else 0,

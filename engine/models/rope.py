@@ -64,7 +64,7 @@ def no_rotation(name: str = "inv_freq_none") -> Rope:
 
 def _read(keys: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> Rope:
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         supported = ", ".join(ROPE_TYPES)
         raise ModelError(f"config.json: rope_type is {rope_type!r}, supported are {supported}")
     factor = number(scaling, "partial_rotary_factor", default=number(keys, "partial_rotary_factor", default=1.0))

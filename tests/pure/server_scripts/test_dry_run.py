@@ -8,11 +8,14 @@ import pytest
 from engine import graph
 from engine.errors import ConfigError
 from engine.exporting.manifest import Manifest
+from engine.models.families import read_model
+from engine.models.keys import ModelError
 from engine.settings.config import Config
 from server_scripts import dry_run as dry_run_module
 from server_scripts.dry_run import dry_run
 from server_scripts.report import Reporter
 from server_scripts.start import report_sizes
+from tests import family_checkpoints
 
 GIB = 2**30
 
@@ -45,6 +48,39 @@ def test_config_json_alone_is_enough(keys, tmp_path, checkpoint):
     (tmp_path / "config.json").write_text(json.dumps(config | keys))
     settings = {"quant_type": "weight_only_int4"} if keys else {}
     assert bytes_of(tmp_path) == bytes_of(checkpoint("qwen2"), **settings)
+
+
+@pytest.mark.parametrize("family", family_checkpoints.ALL)
+def test_config_json_alone_is_enough_for_every_family(family, tmp_path):
+    config = family_checkpoints.config_of(family)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lengths = {"max_seq_len": 64, "max_dec_len": 64}
+    assert dry_run(Config(device="cpu", **lengths), tmp_path)[1]
+    has_experts = read_model(config).mixture is not None
+    divided = {"mp_num": 2, "quant_type": "weight_only_int4", "enable_expert_parallel": has_experts}
+    whole = bytes_of(tmp_path, quant_type="weight_only_int4")
+    assert whole / 2 <= bytes_of(tmp_path, **divided) < whole
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "message"),
+    [
+        ("qwen3_moe", "mlp_only_layers", 1, "mlp_only_layers is 1, it must be a list of whole numbers"),
+        ("qwen3_moe", "mlp_only_layers", "01", "mlp_only_layers is '01', it must be a list"),
+        ("qwen3_moe", "num_experts", 10**12, "num_experts is 1000000000000, it must be at most 4096"),
+        ("deepseek_v3", "routed_scaling_factor", "x", "routed_scaling_factor is 'x', it must be a positive number"),
+        ("deepseek_v3", "n_shared_experts", 10**12, "n_shared_experts is 1000000000000, it must be at most 4096"),
+        ("deepseek_v3", "kv_lora_rank", 10**12, "kv_lora_rank is 1000000000000, it must be at most 1048576"),
+        ("deepseek_v3", "first_k_dense_replace", -1, "first_k_dense_replace is -1, it must be a whole number"),
+        ("ernie4_5_moe", "moe_num_shared_experts", 10**12, "moe_num_shared_experts .* must be at most 4096"),
+        ("qwen2_5_vl", "vision_config", {"fullatt_block_indexes": 7}, "fullatt_block_indexes is 7, it must be a list"),
+        ("qwen3_next", "linear_num_value_heads", 10**12, "linear_num_value_heads .* must be at most 4096"),
+    ],
+)
+def test_wrong_values_of_config_json_are_refused_by_name(family, key, value, message, tmp_path):  # noqa: PLR0913
+    (tmp_path / "config.json").write_text(json.dumps(family_checkpoints.config_of(family) | {key: value}))
+    with pytest.raises(ModelError, match=message):
+        dry_run(Config(device="cpu"), tmp_path)
 
 
 def test_the_report_tells_the_cache_of_a_token_and_the_state_of_a_request(checkpoint, exported):
