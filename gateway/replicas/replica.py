@@ -40,7 +40,7 @@ class Replica:
         self.reason = "it has not answered yet"
         self._make_backend = make_backend
         self.backend = make_backend()
-        self._open: set[OpenRequest] = set()
+        self._open: dict[OpenRequest, None] = {}  # in the order of their arrival
         # Requests of this front end: sent to it; sent to another replica after a loss; continued here although another
         # fingerprint had begun them
         self.num_requests = self.num_lost = self.num_inexact = 0
@@ -74,7 +74,7 @@ class Replica:
         """Yield the answers of this replica. Raise ModelLost as soon as the replica is lost."""
         opened = OpenRequest(num_uncached_tokens(keys, self.known), asyncio.Queue())
         reading = asyncio.create_task(_read(self.backend, body, timeout_s, opened.inbox))
-        self._open.add(opened)
+        self._open[opened] = None
         self.num_requests += 1
         try:
             while True:
@@ -88,7 +88,7 @@ class Replica:
                     await reading  # a stream to tritonserver must end by itself
                     return
         finally:
-            self._open.discard(opened)
+            self._open.pop(opened, None)
             reading.cancel()
 
     def _begun(self, opened: OpenRequest, keys: PromptKeys, answer: Delta) -> None:

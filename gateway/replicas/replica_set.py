@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -43,7 +42,7 @@ class RemoteReplica(Replica):
         super().__init__(f"{in_url(address[0])}:{address[1]}", self._make)
         self.is_self = False
         self._num_keys = 0
-        self._answered_at = time.monotonic()
+        self._answered_at = 0.0  # time of the event loop
 
     def _make(self) -> Backend:
         self._connections = self._connect()
@@ -53,7 +52,7 @@ class RemoteReplica(Replica):
         """Ask for the news. Raise AioRpcError."""
         question = write(Poll(self.identity, self._num_keys, find))
         summary = read_summary(await self._connections.poll(question, within_s))
-        self._answered_at = time.monotonic()
+        self._answered_at = asyncio.get_running_loop().time()
         self._take(summary)
         return summary
 
@@ -68,8 +67,10 @@ class RemoteReplica(Replica):
 
     async def watch(self, own_identity: bytes) -> None:
         """Poll until cancelled, or until this is found to be the server itself."""
+        clock = asyncio.get_running_loop().time
+        self._answered_at = clock()
         while not self.is_self:
-            started = time.monotonic()
+            started = clock()
             try:
                 await self.poll(within_s=max(0.1, self._answered_at + SILENT_S - started))
                 self.is_self = self.identity == own_identity
@@ -77,17 +78,18 @@ class RemoteReplica(Replica):
                 self._note_failure(f"{error.code().name.lower()}: {error.details()}")
             except Exception as error:  # whatever it is, the replica is asked again
                 self._note_failure(f"{type(error).__name__}: {error}")
-            await asyncio.sleep(max(0.0, started + POLL_EVERY_S - time.monotonic()))
+            await asyncio.sleep(max(0.0, started + POLL_EVERY_S - clock()))
         await self.backend.close()
 
     def _note_failure(self, reason: str) -> None:
-        is_silent = time.monotonic() - self._answered_at >= SILENT_S - 0.05
+        now = asyncio.get_running_loop().time()
+        is_silent = now - self._answered_at >= SILENT_S - 0.05
         if reason != self.reason:
             log.warning("replica %s does not answer: %s", self.name, reason)
         self.suspend(reason)
         if is_silent:
             self.lose(f"no answer for {SILENT_S:g} s")
-            self._answered_at = time.monotonic()
+            self._answered_at = now
 
 
 class ReplicaSet:

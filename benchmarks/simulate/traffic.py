@@ -1,0 +1,67 @@
+"""Traffic of a simulation: conversations of applications that each have a system prompt, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+PIECE = 4  # characters of a token
+NUM_APPS = 60
+THINK_S = 20.0  # mean time until the next request of a conversation
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: seconds since the start, and the body in the wire's fields."""
+
+    at: float
+    body: dict[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.body["max_dec_len"])
+
+
+def answer_token(index: int) -> int:
+    """Return the token at an index of any answer."""
+    return int.from_bytes(f"{index % 10000:4d}".encode(), "big")
+
+
+def token_ids(messages: list[dict[str, str]]) -> list[int]:
+    """Return the tokens of a chat: each stands for PIECE ASCII characters."""
+    ids: list[int] = []
+    for message in messages:
+        text = (message["role"] + ":" + message["content"]).encode()
+        ids += [int.from_bytes(text[i : i + PIECE].ljust(PIECE), "big") for i in range(0, len(text), PIECE)]
+    return ids
+
+
+def arrivals(seed: int, rate: float, seconds: float, answer_len: int) -> Iterator[Arrival]:
+    """Yield the requests of `seconds`, on average `rate` of them a second, in the order of their arrival. Answers have
+    `answer_len` tokens on average. A conversation has three turns on average; each repeats the turns before it."""
+    rng = random.Random(seed)
+    systems = [_text(rng, rng.randint(300, 2000)) for _ in range(NUM_APPS)]
+    weights = list(accumulate(1 / (i + 1) for i in range(NUM_APPS)))
+    open_chats: list[list[dict[str, str]]] = []  # may be continued
+    now, number = rng.expovariate(rate), 0
+    while now < seconds:
+        if open_chats and rng.random() < 2 / 3:
+            messages = open_chats.pop(rng.randrange(len(open_chats)))
+        else:
+            [system] = rng.choices(systems, cum_weights=weights)
+            messages = [{"role": "system", "content": system}]
+        messages = [*messages, {"role": "user", "content": _text(rng, rng.randint(20, 400))}]
+        count = rng.randint(max(1, answer_len // 2), answer_len + answer_len // 2)
+        yield Arrival(now, {"req_id": f"{number}", "messages": messages, "max_dec_len": count, "min_dec_len": count})
+        if len(messages) < 8:
+            answer = "".join(f"{i % 10000:4d}" for i in range(count))
+            open_chats.append([*messages, {"role": "assistant", "content": answer}])
+            del open_chats[: -max(1, int(rate * THINK_S))]
+        now, number = now + rng.expovariate(rate), number + 1
+
+
+def _text(rng: random.Random, num_chars: int) -> str:
+    return f"{rng.getrandbits(4 * num_chars):0{num_chars}x}"

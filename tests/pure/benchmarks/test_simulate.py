@@ -1,0 +1,110 @@
+"""The simulator: arithmetic of step times, the logical clock, and replicas that fail."""
+
+import asyncio
+import random
+
+import pytest
+
+from benchmarks.simulate.logical_loop import NoEventLeft, run
+from benchmarks.simulate.replicas import Cluster, FrontEnd, simulate
+from benchmarks.simulate.server import SimulatedServer
+from benchmarks.simulate.step_time import StepTimes, work_of
+from benchmarks.simulate.traffic import Arrival, arrivals, token_ids
+from engine.core.types import Batch, Row
+
+TIMES = StepTimes(0.004, 0.0002, 0.0004, 1e-7)
+
+
+def a_request(name, at, num_chars, num_tokens):
+    body = {"req_id": name, "messages": [{"role": "user", "content": "x" * num_chars}]}
+    return Arrival(at, {**body, "max_dec_len": num_tokens, "min_dec_len": num_tokens})
+
+
+def test_the_work_of_a_step_is_counted_in_prompt_tokens_answer_tokens_and_attended_positions():
+    rows = [Row(0, 10, [1]), Row(1, 0, [1, 2, 3], num_sampled=0), Row(2, 4, [1, 2])]
+    assert work_of(Batch(rows)) == (5, 1, 11 + (1 + 2 + 3) + (5 + 6))
+    assert TIMES.duration((5, 1, 28)) == pytest.approx(0.004 + 5 * 0.0002 + 0.0004 + 28e-7)
+
+
+def test_a_fit_finds_the_times_of_steps_although_some_waited_for_other_work():
+    rng = random.Random(0)
+    works = [(rng.choice((0, 0, rng.randint(1, 256))), rng.randint(0, 20), rng.randint(1, 9000)) for _ in range(500)]
+    steps = [(work, TIMES.duration(work) + rng.choice([0] * 9 + [0.1])) for work in works]
+    fitted = StepTimes.fitted(steps)
+    for name in ("step_s", "prompt_token_s", "answer_token_s", "position_s"):
+        assert getattr(fitted, name) == pytest.approx(getattr(TIMES, name), rel=0.02), name
+    falling = StepTimes.fitted([((work[0], 0, 0), 1.0 - work[0] / 1000) for work in works])
+    assert falling.prompt_token_s == 0 and falling.step_s > 0
+
+
+def test_a_request_alone_takes_the_sum_of_its_steps():
+    request = a_request("a", 0.0, 400, 10)
+    num_prompt_tokens = len(token_ids(request.body["messages"]))
+    result = simulate(Cluster(1, TIMES), [request])
+    positions = num_prompt_tokens * (num_prompt_tokens + 1) // 2
+    ttft_s = TIMES.duration((num_prompt_tokens, 0, positions))
+    decode_s = sum(TIMES.duration((0, 1, num_prompt_tokens + i)) for i in range(1, 10))
+    assert result.ttft_s == [pytest.approx(ttft_s)]
+    assert result.e2e_s == [pytest.approx(ttft_s + decode_s)]
+    assert result.num_steps == 10 and result.num_lost == 0
+
+
+def test_a_request_that_arrives_during_a_step_is_in_the_step_after_the_next_one():
+    times = StepTimes(1.0, 0.0, 0.0)
+    result = simulate(Cluster(1, times), [a_request("a", 0.0, 40, 10), a_request("b", 0.5, 40, 2)])
+    assert sorted(result.ttft_s) == [pytest.approx(1.0), pytest.approx(2.5)]
+
+
+def test_a_simulation_depends_on_its_seeds_only():
+    cluster = Cluster(4, TIMES, failures_per_minute=1.0)
+    results = [simulate(cluster, arrivals(seed, 10, 30, 32), 5) for seed in (1, 1, 2)]
+    assert results[0] == results[1] != results[2]
+    assert simulate(cluster, arrivals(1, 10, 30, 32), 6) != results[0]
+
+
+def test_no_request_is_lost_when_replicas_fail_and_their_answers_continue_at_others():
+    traffic = list(arrivals(3, 20, 60, 64))
+    result = simulate(Cluster(3, TIMES, failures_per_minute=2.0, restart_s=5.0), traffic, 1)
+    assert result.num_kills > 2 and result.num_continued > result.num_kills
+    assert result.num_lost == 0 and len(result.e2e_s) == len(result.ttft_s) == len(traffic)
+    assert 0.3 < result.hit_rate < simulate(Cluster(3, TIMES), traffic, 1).hit_rate
+
+
+def test_requests_wait_while_every_replica_is_down_and_are_refused_when_none_comes_back():
+    traffic = [a_request("a", 20.0, 400, 100)]
+    forever = Cluster(1, TIMES, failures_per_minute=60.0, restart_s=1e6)
+    assert simulate(forever, traffic, 1).num_lost == 1
+    soon = Cluster(1, TIMES, failures_per_minute=10.0, restart_s=3.0)
+    results = [simulate(soon, traffic, seed) for seed in range(20)]
+    assert sum(each.num_lost for each in results) == 0
+    assert any(each.ttft_s[0] > 1 for each in results)  # it was down when the request came
+
+
+def test_a_replica_that_does_not_answer_polls_is_lost_after_two_seconds_of_the_clock():
+    async def scenario():
+        cluster = Cluster(1, TIMES)
+        server = SimulatedServer("a", TIMES, 100, cluster.config)
+        [replica] = FrontEnd([server], cluster.config).others
+        await asyncio.sleep(10.1)
+        assert replica.is_ready
+
+        async def silent(request, timeout_s):  # as a machine whose power is cut
+            await asyncio.sleep(timeout_s)
+            raise ConnectionError("no answer")
+
+        server.poll = silent
+        await asyncio.sleep(1.0)
+        was_ready = replica.is_ready
+        await asyncio.sleep(1.6)
+        return was_ready, replica.reason
+
+    assert run(scenario()) == (True, "no answer for 2 s")
+
+
+def test_waiting_for_what_cannot_happen_is_an_error_and_no_endless_loop():
+    async def wait():
+        await asyncio.sleep(5)
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(NoEventLeft, match="no event is left"):
+        run(wait())
