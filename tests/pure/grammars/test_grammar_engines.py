@@ -74,18 +74,25 @@ def answers_of(graph_dir, vocab_size=300, **settings):
         grammars.close()
 
 
+def answers_with_drafts(counter, *args, **settings):
+    """Return the answers, once `counter` is above 0: on a busy machine the masks may be too late for every draft."""
+
+    def attempt():
+        answers, stats = answers_of(*args, **settings)
+        return answers if stats[counter] > 0 else None
+
+    return wait_until(attempt)
+
+
 def test_ranks_and_drafts_change_no_token_of_structured_output(exported, monkeypatch):
-    one, stats = answers_of(exported("qwen2", block_size=16))
-    assert stats["num_accepted_tokens"] > 0
+    one = answers_with_drafts("num_accepted_tokens", exported("qwen2", block_size=16))
     for seed in range(6):
         jsonschema.validate(json.loads(bytes(one[str(seed)][:-1])), SCHEMA)
     assert answers_of(exported("qwen2", block_size=16), speculate_method="ngram")[0] == one
     draft = {"speculate_method": "draft", "speculate_model_path": str(exported("qwen2", block_size=16))}
     with monkeypatch.context() as patch:
         patch.setattr("engine.executors.DraftPolicy", lambda: None)  # everything is drafted, whatever it costs
-        answers, stats = answers_of(exported("qwen2", block_size=16), **draft)
-    assert answers == one
-    assert stats["num_accepted_tokens/draft/1"] > 0
+        assert answers_with_drafts("num_accepted_tokens/draft/1", exported("qwen2", block_size=16), **draft) == one
     two = exported("qwen2", block_size=16, num_ranks=2)
     assert answers_of(two, mp_num=2, cpu_threads=1)[0] == one
 
@@ -96,9 +103,8 @@ def test_the_mtp_layer_of_two_ranks_changes_no_token_of_structured_output(tmp_pa
     settings = {"vocab_size": 320, "mp_num": 2, "cpu_threads": 1}
     expected, _ = answers_of(tmp_path / "out", **settings)
     monkeypatch.setattr("engine.executors.DraftPolicy", lambda: None)
-    answers, stats = answers_of(tmp_path / "out", speculate_method="mtp", **settings)
-    assert answers == expected
-    assert stats["num_drafted_tokens/mtp/1"] > 0
+    drafts = settings | {"speculate_method": "mtp"}
+    assert answers_with_drafts("num_drafted_tokens/mtp/1", tmp_path / "out", **drafts) == expected
 
 
 class Slow(RandomModel):
