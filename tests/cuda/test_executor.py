@@ -12,6 +12,7 @@ from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E4
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.step_graphs import StepGraphs  # noqa: E402
 from engine.executors.drafting import with_drafts  # noqa: E402
+from engine.executors.fingerprint import fingerprint  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402
@@ -53,6 +54,16 @@ def test_the_tokens_are_those_of_transformers(exported, device, family, use_cuda
     cases = golden(family, lengths)
     found = generate(loop, [prompt for prompt, _ in cases.values()], max_new_tokens=count)
     assert found == [tokens[:count] for _, tokens in cases.values()]
+
+
+def test_the_fingerprint_is_the_same_again_and_answers_after_it_are_those_of_transformers(exported, device):
+    [(prompt, tokens)] = golden("qwen2", [7]).values()
+    loop = a_loop(exported("qwen2"), device)
+    bounds = 512, SETTINGS.max_num_batched_tokens, loop.scheduler.pool.num_blocks
+    found = fingerprint(loop.executor, Manifest.read(exported("qwen2")).vocab_size, bounds)
+    assert found > 0
+    assert fingerprint(loop.executor, Manifest.read(exported("qwen2")).vocab_size, bounds) == found
+    assert generate(loop, [prompt], max_new_tokens=4) == [tokens[:4]]
 
 
 def test_a_prompt_alone_is_read_in_steps_that_choose_nothing(exported, device):
