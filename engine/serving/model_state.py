@@ -42,4 +42,5 @@ def model_state(service: Service, processor: InputProcessor, max_running: int, w
             if len(client.engines) > 1
         ],
         fingerprint=int(stats.get("fingerprint", 0)),
+        usage=service.rate_limiter.report(),
     )

@@ -7,12 +7,14 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field
+from heapq import nlargest
 
 from engine.errors import Overloaded
 from engine.wire import Owner
 
 # Owners beyond this number share one record: names come from the gateway's file, or from direct clients of Triton.
 MAX_OWNERS = 10_000
+MAX_REPORTED = 1000  # owners whose use the other replicas hear of
 
 
 @dataclass(eq=False)
@@ -25,12 +27,14 @@ class OwnerUsage:
     num_refused: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
-    _used: float = 0.0  # level of a leaky bucket, in tokens: it decreases at the rate of the limit
+    is_limited: bool = False  # one of its requests had a limit
+    _used: float = 0.0  # tokens, each weighted by exp(-age / 60 s), at `_used_at`
     _used_at: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def admit(self, owner: Owner) -> None:
         """Count a request as open, or raise Overloaded. Every admitted request must call `release` once."""
+        self.is_limited |= not owner.is_unlimited
         with self._lock:
             try:
                 self._check(owner)
@@ -45,25 +49,33 @@ class OwnerUsage:
         with self._lock:
             self.num_prompt_tokens += num_prompt
             self.num_generated_tokens += num_generated
-            self._used += num_prompt + num_generated
+            self._used = self.num_recent_tokens + num_prompt + num_generated
+            self._used_at = time.monotonic()
 
     def release(self) -> None:
         """Count a request as no longer open."""
         with self._lock:
             self.num_open -= 1
 
+    @property
+    def num_recent_tokens(self) -> float:
+        """Return the tokens of about the last minute. Those that flow off are a share of what is left, so the sum over
+        several replicas flows off like the tokens of one.
+        """
+        return self._used * math.exp((self._used_at - time.monotonic()) / 60)
+
     def _check(self, owner: Owner) -> None:
-        if owner.max_requests is not None and self.num_open >= owner.max_requests:
+        num_open = self.num_open + owner.num_open_elsewhere
+        if owner.max_requests is not None and num_open >= owner.max_requests:
             text = "{value} requests of {owner} are open, at most {limit} may be".replace("{owner}", owner.name)
-            raise _overloaded(text, self.num_open, owner.max_requests, 1)
+            raise _overloaded(text, num_open, owner.max_requests, 1)
         if (limit := owner.tokens_per_minute) is None:
             return
-        now, rate = time.monotonic(), limit / 60
-        self._used, self._used_at = max(0.0, self._used - (now - self._used_at) * rate), now
-        if self._used >= limit:
+        num_tokens = self.num_recent_tokens + owner.num_tokens_elsewhere
+        if num_tokens >= limit:
             text = "{owner} has used {value} tokens within a minute, at most {limit} may be"
             text = text.replace("{owner}", owner.name)
-            raise _overloaded(text, int(self._used), limit, math.floor((self._used - limit) / rate) + 1)
+            raise _overloaded(text, int(num_tokens), limit, math.floor(60 * math.log(num_tokens / limit)) + 1)
 
 
 class RateLimiter:
@@ -83,6 +95,12 @@ class RateLimiter:
         """Return the records of all owners that have a name."""
         with self._lock:
             return [owner_usage for name, owner_usage in self._usages.items() if name]
+
+    def report(self) -> dict[str, tuple[int, float]]:
+        """Return the open requests and recent tokens of the owners with limits, by name; of at most MAX_REPORTED."""
+        used = [(each.num_open, each.num_recent_tokens, each.name) for each in self.named_owners() if each.is_limited]
+        largest = nlargest(MAX_REPORTED, (each for each in used if each[0] or each[1] >= 1))
+        return {name: (num_open, num_tokens) for num_open, num_tokens, name in largest}
 
 
 def _overloaded(text: str, value: int, limit: int, retry_after_s: int) -> Overloaded:

@@ -26,6 +26,13 @@ class Owner:
     max_requests: int | None = None  # at once
     tokens_per_minute: int | None = None  # of prompts and answers
     priority: int = 0  # that their requests begin with; lower is earlier
+    # What the owner uses at other replicas: open requests, and tokens as `OwnerUsage.num_recent_tokens` counts them
+    num_open_elsewhere: int = 0
+    num_tokens_elsewhere: float = 0.0
+
+    @property
+    def is_unlimited(self) -> bool:
+        return self.max_requests is None and self.tokens_per_minute is None
 
 
 def read_keys(path: str) -> dict[str, Owner]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine.wire import (
     StoredResponse,
     TokenizeResponse,
     owner_of,
+    with_owner,
 )
 from gateway.backend import RESTART_WITHIN_S, ModelLost, ModelUnreachable, timeout
 from gateway.replicas.metrics import samples
@@ -51,7 +53,7 @@ class ReplicatedBackend:
             if replica is self.replicas.local:
                 self.replicas.served.note(body, request.keys)
             try:
-                answers = replica.generate(request.rest, request.keys, timeout_s)
+                answers = replica.generate(self.replicas.with_usage(request.rest, replica), request.keys, timeout_s)
                 async with contextlib.aclosing(answers):
                     async for answer in answers:
                         request.was_answered(answer)
@@ -166,7 +168,8 @@ class _Placement:
     def was_refused(self, error: EngineUnavailable | Overloaded, replica: Replica) -> None:
         """Prepare the request for the next replica. Raise `error` if the request itself may be the cause."""
         self._num_losses += isinstance(error, ModelLost)
-        if error.field is not None or self._num_losses > MAX_LOSSES:
+        is_over_limit = isinstance(error, Overloaded) and error.retry_after_s is not None  # of its owner
+        if error.field is not None or is_over_limit or self._num_losses > MAX_LOSSES:
             raise error
         if isinstance(error, Overloaded):
             self._tried.append(replica)
@@ -180,6 +183,8 @@ class _Placement:
         self._error = EngineUnavailable(str(error)) if isinstance(error, ModelUnreachable) else error
         if self._received or self._is_resumed:
             self.rest = self._received.rest(self._body)
+        if self._received:  # it has been admitted, so the limits of its owner must not end it
+            self.rest = with_owner(self.rest, replace(owner_of(self.rest), max_requests=None, tokens_per_minute=None))
 
 
 def with_seed(body: dict[str, Any]) -> dict[str, Any]:

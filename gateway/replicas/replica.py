@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.placement import KnownPrefixes
-from engine.wire import Delta, ModelState
+from engine.wire import Delta, ModelState, owner_of
 from gateway.backend import Backend, ModelLost
 from gateway.replicas.placement import PromptKeys, num_uncached_tokens
 
@@ -18,6 +18,7 @@ from gateway.replicas.placement import PromptKeys, num_uncached_tokens
 class OpenRequest:
     """A request that this front end has sent to a replica."""
 
+    owner: str  # name
     num_tokens: int  # about how many tokens of the prompt are to be computed; 0 after the first answer
     inbox: asyncio.Queue[Delta | Exception]
 
@@ -70,9 +71,16 @@ class Replica:
         """Return about how many tokens of prompts wait: of all front ends at the last poll, or of this one now."""
         return max(self.state.num_waiting_tokens if self.state else 0, sum(each.num_tokens for each in self._open))
 
+    def usage_of(self, owner: str) -> tuple[int, float]:
+        """Return the open requests of an owner, of all front ends at the last poll or of this one now, and the tokens
+        of about the last minute.
+        """
+        num_open, num_tokens = self.state.usage.get(owner, (0, 0.0)) if self.state else (0, 0.0)
+        return max(num_open, sum(each.owner == owner for each in self._open)), num_tokens
+
     async def generate(self, body: dict[str, Any], keys: PromptKeys, timeout_s: float) -> AsyncGenerator[Delta, None]:
         """Yield the answers of this replica. Raise ModelLost as soon as the replica is lost."""
-        opened = OpenRequest(num_uncached_tokens(keys, self.known), asyncio.Queue())
+        opened = OpenRequest(owner_of(body).name, num_uncached_tokens(keys, self.known), asyncio.Queue())
         reading = asyncio.create_task(_read(self.backend, body, timeout_s, opened.inbox))
         self._open[opened] = None
         self.num_requests += 1

@@ -7,7 +7,9 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -16,6 +18,7 @@ from engine.placement import KnownPrefixes
 from engine.settings.config import Config
 from engine.settings.disaggregation import SCHEDULER
 from engine.settings.keys import replica_token
+from engine.wire import owner_of, with_owner
 from gateway.backend import Backend
 from gateway.health import ANSWER_WITHIN_S, CachedHealthCheck, readiness
 from gateway.replicas.connections import ReplicaConnections, replica_credentials
@@ -143,6 +146,14 @@ class ReplicaSet:
         if lora is not None:  # one that has just been loaded is known after the next poll
             ready = [each for each in ready if each.state and lora in (each.state.loras or ())] or ready
         return choose(keys, ready)
+
+    def with_usage(self, body: dict[str, Any], replica: Replica) -> dict[str, Any]:
+        """Return a request for `replica` with what its owner uses at the others, if the owner has limits."""
+        if (owner := owner_of(body)).is_unlimited:
+            return body
+        others = [each.usage_of(owner.name) for each in (self.local, *self.others) if each is not replica]
+        num_open, num_tokens = sum(each[0] for each in others), sum(each[1] for each in others)
+        return with_owner(body, replace(owner, num_open_elsewhere=num_open, num_tokens_elsewhere=num_tokens))
 
     async def find(self, owner: str, req_id: str) -> Replica | None:
         """Return the replica that has computed the request, or None."""

@@ -13,7 +13,7 @@ from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
 from engine.placement import KnownPrefixes
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain
-from engine.wire import Delta, Final, ModelState, Owner, Usage, write_answer
+from engine.wire import Delta, Final, ModelState, Owner, Usage, owner_of, write_answer
 from gateway.backend import ModelLost
 from gateway.metrics import as_text
 from gateway.replicas import backend as replicated
@@ -246,6 +246,59 @@ def test_an_answer_continues_where_the_arithmetic_is_the_same_if_it_can_and_othe
         assert replicas.fakes[0].backend.bodies[0]["answer_ids"] == [[0, 0]]
         assert text_of(await answer_of(replicas)) == "x"  # a new request may begin anywhere
         assert replicas.fakes[0].num_inexact == 1
+
+    run(scenario())
+
+
+def test_a_replica_hears_what_an_owner_uses_at_the_others_and_the_priority_and_the_name_stay():
+    alice = {"name": "alice", "max_requests": 4, "tokens_per_minute": 100, "priority": -3}
+
+    async def scenario():
+        replicas = set_of(("a", ModelLost("gone")), ("b",), ("x",))
+        for replica, usage in zip((replicas.local, *replicas.fakes), ((1, 5.0), (2, 7.0), (0, 3.5)), strict=True):
+            replica.state = msgspec.structs.replace(replica.state, usage={"alice": usage, "bob": (9, 9.0)})
+        busy(replicas, 1)
+        busy(replicas, 2)
+        replicas.fakes[1].state = msgspec.structs.replace(replicas.fakes[1].state, num_open=10_000)
+        body = {**ASK, "priority": 7, "_owner": alice}
+        assert text_of(await answer_of(replicas, body)) == "ab"
+        [first], [rest] = replicas.local.backend.bodies, replicas.fakes[0].backend.bodies
+        assert first["_owner"] == {**alice, "num_open_elsewhere": 2, "num_tokens_elsewhere": 10.5}
+        assert owner_of(rest) == Owner("alice", None, None, -3)  # what has been admitted must not end at a limit
+        assert first["priority"] == rest["priority"] == 7
+        free = {**ASK, "_owner": {**alice, "max_requests": None, "tokens_per_minute": None}}
+        await answer_of(replicas, free)
+        assert replicas.fakes[0].backend.bodies[1]["_owner"] == free["_owner"]
+
+    run(scenario())
+
+
+def test_requests_of_an_owner_that_were_sent_since_the_last_poll_count():
+    async def scenario():
+        replicas = set_of(("a", WAIT, "b"), ("x",))
+        busy(replicas, 1)
+        body = {**ASK, "_owner": {"name": "alice", "max_requests": 1}}
+        answers = asyncio.create_task(answer_of(replicas, body))
+        await asyncio.to_thread(replicas.local.backend.waiting.acquire, timeout=5)
+        [other] = replicas.fakes
+        assert owner_of(replicas.with_usage(body, other)).num_open_elsewhere == 1
+        assert owner_of(replicas.with_usage(body, replicas.local)).num_open_elsewhere == 0
+        replicas.local.lose("no answer for 2 s")
+        await answers
+        assert owner_of(replicas.with_usage(body, other)).num_open_elsewhere == 0
+
+    run(scenario())
+
+
+def test_a_refusal_by_the_limit_of_an_owner_is_not_sent_to_another_replica():
+    async def scenario():
+        refusal = Overloaded("used up")
+        refusal.retry_after_s = 3
+        replicas = set_of((refusal,), ("x",))
+        busy(replicas, 1)
+        with pytest.raises(Overloaded, match="used up"):
+            await answer_of(replicas)
+        assert replicas.fakes[0].backend.bodies == []
 
     run(scenario())
 

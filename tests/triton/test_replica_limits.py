@@ -1,0 +1,76 @@
+"""Limits of API keys over two servers of one model on one host."""
+
+import contextlib
+import http.client
+import json
+import time
+
+import pytest
+
+from tests.patience import PATIENCE_S, in_background, wait_until
+from tests.server import a_server
+
+KEYS = {"alice": {"key": "alices", "max_requests": 2}, "bob": {"key": "bobs", "tokens_per_minute": 1000}}
+LONG = {"text": "Count.", "min_dec_len": 3000, "max_dec_len": 3000, "temperature": 0}
+NUM_ATTEMPTS = 30  # of requests of few tokens, which do not use up the limit themselves
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("limits")
+    (folder / "keys.json").write_text(json.dumps(KEYS))
+    settings = {"CPU_THREADS": "1", "DRAIN_TIMEOUT": "0", "MAX_DEC_LEN": "3000"}
+    settings |= {"API_KEYS": str(folder / "keys.json"), "API_KEY": "operators"}
+    both = [a_server(folder / str(i), settings) for i in range(2)]
+    for each in both:
+        each.env["REPLICAS"] = ",".join(other.grpc_url for other in both)
+    try:
+        for each in both:
+            started = each.command("start_server")
+            assert started.returncode == 0, started.stdout + started.stderr
+        front, other = both
+        wait_until(lambda: f"replica {other.grpc_url} answers" in (front.log_dir / "http_server.log").read_text())
+        yield both
+    finally:
+        for each in both:
+            each.command("stop_server", "0")
+
+
+def ask(server, path, body, key):
+    """Return status and text."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.ports["SERVICE_HTTP_PORT"], timeout=120)
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps(body), {"Authorization": f"Bearer {key}"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def first_refusal(server, key):
+    """Return the text of the first refusal of short requests; an empty text if none is refused."""
+    for _ in range(NUM_ATTEMPTS):
+        status, text = ask(server, "/v1/chat/completions", {"text": "Hi", "max_dec_len": 1}, key)
+        if status == 429:
+            return json.loads(text)["error_msg"]
+        assert status == 200, text
+        time.sleep(0.1)
+    return ""
+
+
+def test_tokens_that_one_server_has_computed_count_at_the_other_one(servers):
+    assert ask(servers[0], "/v1/chat/completions", LONG, "bobs")[0] == 200
+    for server in servers:
+        assert "bob has used " in first_refusal(server, "bobs")
+
+
+def test_open_requests_count_whichever_servers_have_them(servers):
+    bodies = [{**LONG, "req_id": f"open {i}"} for i in range(2)]
+    for _ in range(NUM_ATTEMPTS):
+        open_ones = [in_background(ask, servers[0], "/v1/chat/completions", body, "alices") for body in bodies]
+        refusals = [first_refusal(server, "alices") for server in servers]
+        aborts = [ask(servers[0], "/v1/abort", {"req_id": each["req_id"]}, "operators") for each in bodies]
+        for each in open_ones:
+            each.result(PATIENCE_S)
+        if all(json.loads(text)["aborted"] for _, text in aborts):
+            assert refusals == ["2 requests of alice are open, at most 2 may be"] * 2
+            return
+    raise AssertionError("the long answers had always ended")
