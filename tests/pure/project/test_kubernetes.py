@@ -1,7 +1,10 @@
 """The manifests in dockerfiles/kubernetes are valid for Kubernetes and agree with each other and with the server."""
 
+import os
 import re
+import subprocess
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -13,7 +16,27 @@ FOLDER = ROOT / "dockerfiles/kubernetes"
 VERSION = "1.30"
 FILES = sorted(path for path in FOLDER.glob("*/*.yaml") if path.name != "kustomization.yaml")
 PATCHES = [FOLDER / "gpu/deployment.yaml"]
-OF_OTHERS = ("ServiceMonitor",)  # Kubernetes does not know this kind; the Prometheus operator does
+OF_OTHERS = ("ServiceMonitor", "LeaderWorkerSet")  # kinds that Kubernetes itself does not know
+# The fields of leaderworkerset.x-k8s.io/v1 that are used here; pods have the schema of Kubernetes.
+LEADER_WORKER_SET = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["leaderWorkerTemplate"],
+    "properties": {
+        "replicas": {"type": "integer", "minimum": 0},
+        "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+        "leaderWorkerTemplate": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["workerTemplate"],
+            "properties": {
+                "size": {"type": "integer", "minimum": 1},
+                "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+                "workerTemplate": {"type": "object"},
+            },
+        },
+    },
+}
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 
@@ -37,8 +60,8 @@ def merged(whole, patch):
     return patch
 
 
-def settings():
-    [generated] = documents(FOLDER / "base/kustomization.yaml")[0]["configMapGenerator"]
+def settings(folder="base"):
+    [generated] = documents(FOLDER / folder / "kustomization.yaml")[0]["configMapGenerator"]
     return dict(each.split("=", 1) for each in generated["literals"])
 
 
@@ -110,3 +133,69 @@ def test_the_number_of_pods_follows_a_metric_of_the_server():
     assert scaler["scaleTargetRef"]["name"] == the("Deployment")["metadata"]["name"]
     [metric] = scaler["metrics"]
     assert f"| `{metric['pods']['metric']['name']}` | gauge |" in (ROOT / "docs/metrics.md").read_text()
+
+
+# --- a model on several machines --------------------------------------------------------------------------------------
+
+
+def group():
+    """Return the template of the pods of a group."""
+    return the("LeaderWorkerSet", "llm-machines")["spec"]["leaderWorkerTemplate"]
+
+
+def test_the_leader_worker_set_is_valid():
+    jsonschema.validate(the("LeaderWorkerSet", "llm-machines")["spec"], LEADER_WORKER_SET)
+    template = group()["workerTemplate"]
+    metadata = {**template["metadata"], "name": "pod"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+    kubernetes_validate.validate(pod, VERSION, strict=True)
+
+
+def test_the_pods_of_a_group_differ_from_replicas_in_how_they_find_each_other():
+    template, config = group()["workerTemplate"]["spec"], Config()
+    replica = the("Deployment")["spec"]["template"]["spec"]
+    [own], [other] = template["containers"], replica["containers"]
+    ports = {each["name"]: each["containerPort"] for each in own["ports"]}
+    assert ports.pop("ranks") == config.inter_node_port
+    assert ports == {each["name"]: each["containerPort"] for each in other["ports"]}
+    changed = {"args", "env", "envFrom", "ports"}
+    assert {name: own[name] for name in own.keys() - changed} == {name: other[name] for name in other.keys() - changed}
+    assert template.keys() - {"affinity"} == replica.keys() - {"topologySpreadConstraints"}
+    for name in ("terminationGracePeriodSeconds", "volumes", "securityContext"):
+        assert template[name] == replica[name]
+    assert settings("machines").keys() - {"MP_NUM"} == settings().keys() - {"REPLICAS"}
+
+
+def test_only_the_first_pod_of_a_group_gets_requests_and_the_budget_is_for_all_of_them():
+    labels = group()["workerTemplate"]["metadata"]["labels"]
+    serving = the("Service", "llm-machines-serving")["spec"]
+    assert serving["selector"] == {**labels, "leaderworkerset.sigs.k8s.io/worker-index": "0"}
+    assert the("PodDisruptionBudget", "llm-machines")["spec"]["selector"]["matchLabels"] == labels
+    [own] = group()["workerTemplate"]["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in own["ports"]}
+    assert all(port["port"] == ports[port["targetPort"]] for port in serving["ports"])
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_each_pod_of_a_group_starts_with_the_addresses_of_all(index, tmp_path):
+    """The command runs with a name server that knows the last name only when it is asked again."""
+    [own] = group()["workerTemplate"]["spec"]["containers"]
+    programs = {
+        "start_server": f"env > {tmp_path}/started",
+        "sleep": f"touch {tmp_path}/known",
+        "getent": f"""case $2 in
+            llm-0.svc.ns) echo "10.0.0.7 STREAM llm-0"; echo "10.0.0.7 DGRAM" ;;
+            llm-0-1.svc.ns) echo "10.0.0.5 STREAM" ;;
+            llm-0-2.svc.ns) [ -e {tmp_path}/known ] && echo "10.0.0.6 STREAM" ;;
+        esac""",
+    }
+    for name, program in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / name).chmod(0o755)
+    own_ip = ("10.0.0.7", "10.0.0.5", "10.0.0.6")[index]
+    env = {**settings("machines"), "LWS_LEADER_ADDRESS": "llm-0.svc.ns", "LWS_GROUP_SIZE": "3", "HOST_IP": own_ip}
+    assert [each["name"] for each in own["env"]] == ["HOST_IP"]
+    subprocess.run(own["args"], env={**env, "MP_NUM": "3", "PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=True)
+    started = dict(line.split("=", 1) for line in (tmp_path / "started").read_text().splitlines() if "=" in line)
+    machines = Config.from_env(started).machines
+    assert (machines.ips, machines.host) == (("10.0.0.7", "10.0.0.5", "10.0.0.6"), index)
