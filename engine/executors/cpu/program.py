@@ -238,7 +238,7 @@ def _copied(graph: Graph, params: Mapping[str, np.ndarray | Widened], kernels: C
         copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
         if (packing := packing_of[name]) and packed.get(name):
             op, num_matrices = packing
-            kernels.pack(op, np.ascontiguousarray(array), copy, num_matrices)
+            kernels.pack(op, np.ascontiguousarray(array), copy, num_matrices, done=release)
             copy = copy.view(Packed)
         else:
             np.copyto(copy, array)

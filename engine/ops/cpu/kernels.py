@@ -16,6 +16,7 @@ from engine.ops.sampling_rows import ROW, SampledRows, SamplingRows
 
 F32, BF16, I32, U32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.uint32)
 BF16_OPS = ("linear", "expert_gate_up", "expert_down")  # which have a weight of floats
+PACKED_AT_ONCE, WHOLE_PANELS = 1 << 24, 64  # bytes, and rows, a multiple of every panel's
 PANEL = 32  # rows of a weight that are packed side by side
 
 
@@ -71,17 +72,28 @@ class CpuOps:
             return num_matrices * itemsize * self.kernels.pack_weight(None, None, rows, width)
         return num_matrices * -(-rows // PANEL) * PANEL * -(-width * itemsize // 4) * 4
 
-    def pack(self, op: str, rows: np.ndarray, packed: np.ndarray, num_matrices: int = 1) -> None:
-        """Write `rows` to `packed` in that order."""
-        of_each = self.packed_bytes(op, rows.shape, rows.itemsize, num_matrices) // num_matrices
+    def pack(
+        self,
+        op: str,
+        rows: np.ndarray,
+        packed: np.ndarray,
+        num_matrices: int = 1,
+        done: Callable[[np.ndarray], None] = lambda piece: None,
+    ) -> None:
+        """Write `rows` to `packed` in that order, in pieces. `done` is called with each piece of `rows` that is not
+        needed any more."""
         address, unit = packed.ctypes.data, 2 if rows.dtype == BF16 else 4
+        row_bytes = rows.nbytes // max(1, len(rows))
+        num_rows = max(1, PACKED_AT_ONCE // max(1, row_bytes) // WHOLE_PANELS) * WHOLE_PANELS
         for matrix in np.split(rows, num_matrices):
-            if op in BF16_OPS:
-                self.kernels.pack_weight(matrix.ctypes.data, address, *matrix.shape)
-            else:
-                row_bytes = matrix.nbytes // max(1, len(matrix))
-                self.kernels.pack_rows(matrix.ctypes.data, len(matrix), row_bytes, unit, address)
-            address += of_each
+            for start in range(0, len(matrix), num_rows):
+                piece = matrix[start : start + num_rows]
+                if op in BF16_OPS:
+                    self.kernels.pack_weight(piece.ctypes.data, address, *piece.shape)
+                else:
+                    self.kernels.pack_rows(piece.ctypes.data, len(piece), row_bytes, unit, address)
+                address += self.packed_bytes(op, piece.shape, piece.itemsize)
+                done(piece)
 
     def __getattr__(self, name: str) -> Callable:
         """Return an op of the catalogue as a function with the signature of `engine.ops.reference`."""

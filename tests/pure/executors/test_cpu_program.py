@@ -11,6 +11,7 @@ from engine.dtypes import to_bf16
 from engine.executors.cpu.program import CpuProgram
 from engine.graph import Graph, Node, Value
 from engine.ops import cpu
+from engine.ops.cpu import kernels
 from engine.ops.cpu.library import CAdapterPair, CAdapterRows
 
 VOCAB, NUM_TOKENS = 83, 70
@@ -150,3 +151,29 @@ def test_an_adapter_changes_what_a_swiglu_reads():
         found.append(program.run(inputs, groups)["logits"].copy())
         assert (found[-1] != without).any(axis=1).all()
     assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize(("op", "dtype"), [("linear", np.uint16), ("linear_int8", np.int8)])
+@pytest.mark.parametrize(("num_matrices", "num_rows"), [(1, 64), (1, 129), (3, 150)])
+def test_weights_are_packed_in_pieces_that_are_released(op, dtype, num_matrices, num_rows, monkeypatch):  # noqa: PLR0913
+    ops, rows = cpu.load(), np.random.default_rng(0).integers(1, 99, (num_matrices * num_rows, 36)).astype(dtype)
+    num_bytes = ops.packed_bytes(op, rows.shape, rows.itemsize, num_matrices)
+    whole, in_pieces = (np.zeros(num_bytes, np.uint8) for _ in range(2))
+    ops.pack(op, rows, whole, num_matrices)
+    monkeypatch.setattr(kernels, "PACKED_AT_ONCE", 1)
+    pieces: list[np.ndarray] = []
+    ops.pack(op, rows, in_pieces, num_matrices, done=pieces.append)
+    np.testing.assert_array_equal(in_pieces, whole)
+    np.testing.assert_array_equal(np.concatenate(pieces), rows)
+    assert max(map(len, pieces)) == 64
+
+
+def test_a_program_releases_a_weight_while_it_is_packed(monkeypatch):
+    graph, params = gated_graph(64, 96, is_read_twice=False)
+    if not cpu.load().packed_bytes("linear", params["table"].shape, 2):
+        pytest.skip("the kernels of this CPU read matrices of bfloat16 as they are stored")
+    released: list[np.ndarray] = []
+    monkeypatch.setattr("engine.executors.cpu.program.release", released.append)
+    monkeypatch.setattr(kernels, "PACKED_AT_ONCE", 1)
+    CpuProgram(graph, params)
+    assert [len(each) for each in released if np.shares_memory(each, params["table"])] == [64, VOCAB - 64, VOCAB]
