@@ -159,7 +159,10 @@ def layer_kinds(keys: Mapping[str, Any], kinds: tuple[str, str], is_second: Call
     """Return the kind of each layer, one of two: from `layer_types`, or by a layer's index if config.json does not have
     it. Raises ModelError for unknown kinds and a wrong number of layers."""
     num_layers = whole_number(keys, "num_hidden_layers")
-    layer_types = keys.get("layer_types") or [kinds[is_second(layer)] for layer in range(num_layers)]
+    layer_types = keys.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ModelError(f"config.json: layer_types is {layer_types!r}, it must be a list")
+    layer_types = layer_types or [kinds[is_second(layer)] for layer in range(num_layers)]
     for kind in layer_types:
         if kind not in kinds:
             raise ModelError(f"config.json: layer_types has {kind!r}, supported are {', '.join(map(repr, kinds))}")

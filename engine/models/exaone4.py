@@ -9,6 +9,7 @@ from typing import Any
 from engine.models.attention import HEADS, Attention, AttentionOptions
 from engine.models.config import DecoderConfig, layer_windows, read_decoder
 from engine.models.decoder import POST_NORM, Decoder, DecoderLayer
+from engine.models.keys import whole_number
 from engine.models.layers import Place
 from engine.models.mlp import GatedMlp
 from engine.models.rope import no_rotation
@@ -24,10 +25,11 @@ class Exaone4(DecoderConfig):
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Exaone4:
         pattern = keys.get("sliding_window_pattern", 4)
-        if isinstance(pattern, str):  # L for a layer with a window, G for one without
+        if isinstance(pattern, str) and pattern:  # L for a layer with a window, G for one without
             slides = [each == "L" for each in pattern]
-        else:
-            slides = [(layer + 1) % pattern != 0 for layer in range(pattern or 1)]
+        else:  # the last of so many layers has none
+            interval = whole_number(keys, "sliding_window_pattern", 4)
+            slides = [(layer + 1) % interval != 0 for layer in range(whole_number(keys, "num_hidden_layers"))]
         has_windows = keys.get("sliding_window") is not None
         windows = layer_windows(keys, lambda layer: has_windows and slides[layer % len(slides)])
         return read_decoder(cls, {"rms_norm_eps": 1e-5, **keys}, {"windows": windows, "has_windows": has_windows})

@@ -105,3 +105,14 @@ def layer_list(keys: Mapping[str, Any], name: str, default: Sequence[int] = ()) 
     if not isinstance(value, list) or not all(type(layer) is int for layer in value):
         raise ModelError(f"config.json: {name} is {value!r}, it must be a list of whole numbers")
     return tuple(value)
+
+
+def values_of_layers(keys: Mapping[str, Any], name: str, num_layers: int) -> list[Any]:
+    """Return a key's value, a list with a value for each of the layers, or more; without it, an empty list. Raises
+    ModelError for other values."""
+    value = keys.get(name) or []
+    if not isinstance(value, list) or 0 < len(value) < num_layers:
+        raise ModelError(
+            f"config.json: {name} is {value!r}, it must be a list of {num_layers} values, one for each layer"
+        )
+    return value

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from engine.models.keys import ModelError, layer_list, number, whole_number
+from engine.models.keys import ModelError, layer_list, number, values_of_layers, whole_number
 from engine.ops.catalogue_experts import SIGMOID, SILU_GATE, SOFTMAX
 
 
@@ -139,7 +139,7 @@ def mistral_mixture(keys: Mapping[str, Any]) -> MixtureConfig:
 
 def _deepseek_layers(keys: Mapping[str, Any], num_dense: int) -> tuple[bool, ...]:
     """Return which layers have a mixture by `mlp_layer_types`, or all behind the first `num_dense` ones."""
-    types = keys.get("mlp_layer_types")
+    types = values_of_layers(keys, "mlp_layer_types", whole_number(keys, "num_hidden_layers"))
     return mixture_layers(keys, lambda layer: types[layer] == "sparse" if types else layer >= num_dense)
 
 

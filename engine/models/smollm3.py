@@ -9,7 +9,7 @@ from typing import Any
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, layer_windows, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.keys import whole_number
+from engine.models.keys import values_of_layers, whole_number
 from engine.models.layers import Place
 from engine.models.mlp import GatedMlp
 from engine.models.rope import no_rotation
@@ -27,8 +27,8 @@ class SmolLm3(DecoderConfig):
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> SmolLm3:
         num_layers, interval = whole_number(keys, "num_hidden_layers"), whole_number(keys, "no_rope_layer_interval", 4)
-        rotates = keys.get("no_rope_layers") or [(layer + 1) % interval for layer in range(num_layers)]
-        rotates = tuple(bool(each) for each in rotates)
+        given = values_of_layers(keys, "no_rope_layers", num_layers)
+        rotates = tuple(bool(each) for each in given or [(layer + 1) % interval for layer in range(num_layers)])
         has_windows = bool(keys.get("use_sliding_window")) and keys.get("sliding_window") is not None
         windows = layer_windows(keys, lambda layer: has_windows and not rotates[layer])
         biases = {name: bool(keys.get(name)) for name in ("attention_bias", "mlp_bias")}

@@ -74,6 +74,15 @@ def test_config_json_alone_is_enough_for_every_family(family, tmp_path):
         ("deepseek_v3", "first_k_dense_replace", -1, "first_k_dense_replace is -1, it must be a whole number"),
         ("ernie4_5_moe", "moe_num_shared_experts", 10**12, "moe_num_shared_experts .* must be at most 4096"),
         ("qwen2_5_vl", "vision_config", {"fullatt_block_indexes": 7}, "fullatt_block_indexes is 7, it must be a list"),
+        (
+            "glm4_moe_lite",
+            "mlp_layer_types",
+            ["sparse"],
+            "mlp_layer_types is .'sparse'., it must be a list of 3 values",
+        ),
+        ("smollm3", "no_rope_layers", 1, "no_rope_layers is 1, it must be a list of 4 values, one for each layer"),
+        ("ministral", "layer_types", 7, "layer_types is 7, it must be a list"),
+        ("exaone4", "sliding_window_pattern", 0, "sliding_window_pattern is 0, it must be a positive whole number"),
         ("qwen3_next", "linear_num_value_heads", 10**12, "linear_num_value_heads .* must be at most 4096"),
     ],
 )
@@ -81,6 +90,13 @@ def test_wrong_values_of_config_json_are_refused_by_name(family, key, value, mes
     (tmp_path / "config.json").write_text(json.dumps(family_checkpoints.config_of(family) | {key: value}))
     with pytest.raises(ModelError, match=message):
         dry_run(Config(device="cpu"), tmp_path)
+
+
+def test_exaone_4_may_have_no_pattern_of_windows(tmp_path):
+    keys = {"sliding_window": None, "sliding_window_pattern": None, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(family_checkpoints.config_of("exaone4") | keys))
+    assert not any(read_model(json.loads((tmp_path / "config.json").read_text())).windows)
+    assert dry_run(Config(device="cpu"), tmp_path)[1]
 
 
 def test_the_report_tells_the_cache_of_a_token_and_the_state_of_a_request(checkpoint, exported):
