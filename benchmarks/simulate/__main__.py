@@ -1,6 +1,7 @@
 """Simulation of replicas: the real scheduler, KV cache manager and router on a logical clock.
 
     python -m benchmarks.simulate --replicas 3 --rate 20 --seconds 60 --failures 0.1
+    python -m benchmarks.simulate --replicas 10000 --rate 10000 --seconds 60 --failures 0.01 --coarse
     python -m benchmarks.simulate --compare demo_model --rate 4 --seconds 60 --processor-time
 
 Each step takes the time that --times gives for its tokens. --compare runs the same traffic on a real engine of this
@@ -19,6 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulate.coarse import simulate_coarsely
 from benchmarks.simulate.real import Clock, ProcessorClock, RealEngine
 from benchmarks.simulate.replicas import Cluster, Result, simulate
 from benchmarks.simulate.step_time import StepTimes
@@ -67,6 +69,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=2000, help="KV cache blocks of a replica, of 64 tokens")
     names = ("STEP", "PROMPT_TOKEN", "ANSWER_TOKEN", "POSITION")
     parser.add_argument("--times", nargs=4, type=float, metavar=names, help="seconds; default: the demo model on a CPU")
+    parser.add_argument("--coarse", action="store_true", help="do not simulate steps: for thousands of replicas")
     parser.add_argument("--compare", type=Path, metavar="MODEL", help="run the traffic on a real engine as well")
     parser.add_argument("--processor-time", action="store_true", help="of the real engine, with one thread")
     args = parser.parse_args()
@@ -76,7 +79,8 @@ def main() -> int:
     cluster = Cluster(args.replicas, times, args.blocks, args.batch_size, args.failures, args.restart_s)
     traffic = arrivals(args.seed, args.rate, args.seconds, args.answer)
     began = time.perf_counter()
-    figures = compare(args, cluster, list(traffic)) if args.compare else summary(simulate(cluster, traffic, args.seed))
+    run = simulate_coarsely if args.coarse else simulate
+    figures = compare(args, cluster, list(traffic)) if args.compare else summary(run(cluster, traffic, args.seed))
     options = {name: value for name, value in vars(args).items() if name not in ("compare", "times")}
     print(json.dumps({**options, **figures, "took_s": round(time.perf_counter() - began, 1)}))
     return 0

@@ -31,8 +31,8 @@ class StepTimes:
     @classmethod
     def fitted(cls, steps: Sequence[tuple[Work, float]]) -> StepTimes:
         """Return the model with the least absolute error for measured steps, so that a few steps that waited for other
-        work of the machine have little weight. Coefficients are not negative: the most negative one is set to 0 and the
-        others are fitted again."""
+        work of the machine do not distort it, scaled so that all steps together take as long as measured. Coefficients
+        are not negative: the most negative one is set to 0 and the others are fitted again."""
         inputs = np.array([[1, *work] for work, _ in steps], float)
         seconds = np.array([each for _, each in steps])
         names = list(range(4))
@@ -42,6 +42,7 @@ class StepTimes:
             if found.min() >= 0:
                 break
             names.pop(int(found.argmin()))
+        found *= seconds.sum() / (inputs[:, names] / scale @ found).sum()
         coefficients = dict(zip(names, (found / scale).tolist(), strict=True))
         return cls(*(coefficients.get(name, 0.0) for name in range(4)))
 

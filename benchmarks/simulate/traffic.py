@@ -10,6 +10,7 @@ from typing import Any
 
 PIECE = 4  # characters of a token
 NUM_APPS = 60
+MAX_CHATS = 20_000  # that are remembered, because they need memory
 THINK_S = 20.0  # mean time until the next request of a conversation
 
 
@@ -31,12 +32,17 @@ def answer_token(index: int) -> int:
 
 
 def token_ids(messages: list[dict[str, str]]) -> list[int]:
-    """Return the tokens of a chat: each stands for PIECE ASCII characters."""
-    ids: list[int] = []
-    for message in messages:
-        text = (message["role"] + ":" + message["content"]).encode()
-        ids += [int.from_bytes(text[i : i + PIECE].ljust(PIECE), "big") for i in range(0, len(text), PIECE)]
-    return ids
+    """Return the tokens of a chat with the header of its answer: each stands for PIECE ASCII characters."""
+    texts = [text for each in messages for text in (each["role"], each["content"])] + ["assistant"]
+    encoded = [text.encode() for text in texts]
+    return [
+        int.from_bytes(text[i : i + PIECE].ljust(PIECE), "big") for text in encoded for i in range(0, len(text), PIECE)
+    ]
+
+
+def num_tokens_of(message: dict[str, str]) -> int:
+    """Return how many of `token_ids` belong to a message."""
+    return sum(-(-len(text) // PIECE) for text in (message["role"], message["content"]))
 
 
 def arrivals(seed: int, rate: float, seconds: float, answer_len: int) -> Iterator[Arrival]:
@@ -59,7 +65,7 @@ def arrivals(seed: int, rate: float, seconds: float, answer_len: int) -> Iterato
         if len(messages) < 8:
             answer = "".join(f"{i % 10000:4d}" for i in range(count))
             open_chats.append([*messages, {"role": "assistant", "content": answer}])
-            del open_chats[: -max(1, int(rate * THINK_S))]
+            del open_chats[: -max(1, min(MAX_CHATS, int(rate * THINK_S)))]
         now, number = now + rng.expovariate(rate), number + 1
 
 

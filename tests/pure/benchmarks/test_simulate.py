@@ -2,14 +2,16 @@
 
 import asyncio
 import random
+import statistics
 
 import pytest
 
+from benchmarks.simulate.coarse import simulate_coarsely
 from benchmarks.simulate.logical_loop import NoEventLeft, run
 from benchmarks.simulate.replicas import Cluster, FrontEnd, simulate
 from benchmarks.simulate.server import SimulatedServer
 from benchmarks.simulate.step_time import StepTimes, work_of
-from benchmarks.simulate.traffic import Arrival, arrivals, token_ids
+from benchmarks.simulate.traffic import Arrival, arrivals, num_tokens_of, token_ids
 from engine.core.types import Batch, Row
 
 TIMES = StepTimes(0.004, 0.0002, 0.0004, 1e-7)
@@ -26,13 +28,15 @@ def test_the_work_of_a_step_is_counted_in_prompt_tokens_answer_tokens_and_attend
     assert TIMES.duration((5, 1, 28)) == pytest.approx(0.004 + 5 * 0.0002 + 0.0004 + 28e-7)
 
 
-def test_a_fit_finds_the_times_of_steps_although_some_waited_for_other_work():
+def test_a_fit_finds_the_proportions_of_step_times_although_some_waited_for_other_work_and_their_sum():
     rng = random.Random(0)
     works = [(rng.choice((0, 0, rng.randint(1, 256))), rng.randint(0, 20), rng.randint(1, 9000)) for _ in range(500)]
     steps = [(work, TIMES.duration(work) + rng.choice([0] * 9 + [0.1])) for work in works]
-    fitted = StepTimes.fitted(steps)
+    fitted, factor = StepTimes.fitted(steps), sum(s for _, s in steps) / sum(TIMES.duration(w) for w, _ in steps)
+    assert factor > 1.2
+    assert sum(fitted.duration(work) for work in works) == pytest.approx(sum(seconds for _, seconds in steps))
     for name in ("step_s", "prompt_token_s", "answer_token_s", "position_s"):
-        assert getattr(fitted, name) == pytest.approx(getattr(TIMES, name), rel=0.02), name
+        assert getattr(fitted, name) == pytest.approx(factor * getattr(TIMES, name), rel=0.02), name
     falling = StepTimes.fitted([((work[0], 0, 0), 1.0 - work[0] / 1000) for work in works])
     assert falling.prompt_token_s == 0 and falling.step_s > 0
 
@@ -108,3 +112,42 @@ def test_waiting_for_what_cannot_happen_is_an_error_and_no_endless_loop():
 
     with pytest.raises(NoEventLeft, match="no event is left"):
         run(wait())
+
+
+# --- coarse simulation ------------------------------------------------------------------------------------------------
+
+
+def test_the_tokens_of_a_prompt_are_those_of_its_messages_and_the_header_of_the_answer():
+    for arrival in arrivals(1, 10, 5, 32):
+        messages = arrival.body["messages"]
+        header = num_tokens_of({"role": "assistant", "content": ""})
+        assert len(token_ids(messages)) == sum(map(num_tokens_of, messages)) + header
+
+
+@pytest.mark.parametrize("rate", (20, 100))
+def test_the_coarse_simulation_agrees_with_that_of_every_step(rate):
+    cluster = Cluster(10, TIMES)
+    results = [simulate_of(cluster, arrivals(0, rate, 15, 32)) for simulate_of in (simulate, simulate_coarsely)]
+    for name in ("ttft_s", "e2e_s"):
+        exact, coarse = (statistics.median(getattr(result, name)) for result in results)
+        assert coarse == pytest.approx(exact, rel=0.1), name
+    assert results[1].hit_rate == pytest.approx(results[0].hit_rate, abs=0.05)
+
+
+def test_the_coarse_simulation_depends_on_its_seeds_and_loses_nothing():
+    cluster = Cluster(50, TIMES, failures_per_minute=2.0, restart_s=5.0)
+    results = [simulate_coarsely(cluster, arrivals(1, 300, 30, 64), seed) for seed in (1, 1, 2)]
+    assert results[0] == results[1] != results[2]
+    for result in results:
+        assert result.num_kills > 20 and result.num_continued > result.num_kills
+        assert result.num_lost == 0 and len(result.e2e_s) == len(result.ttft_s) > 8000
+
+
+def test_coarse_requests_wait_for_a_place_in_the_batch_and_while_every_replica_is_down():
+    traffic = [a_request(str(i), 1.0, 400, 100) for i in range(6)]
+    free, full = (simulate_coarsely(Cluster(1, TIMES, batch_size=size), traffic) for size in (6, 2))
+    assert max(full.ttft_s) > max(free.e2e_s)
+    exact = simulate(Cluster(1, TIMES, batch_size=2), traffic)
+    assert max(full.e2e_s) == pytest.approx(max(exact.e2e_s), rel=0.1)
+    down = Cluster(1, TIMES, failures_per_minute=600.0, restart_s=3.0)
+    assert max(simulate_coarsely(down, traffic, 1).ttft_s) > 1
