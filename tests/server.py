@@ -70,6 +70,22 @@ def is_alive(pid: int) -> bool:
 
 
 @contextmanager
+def running_replicas(folder: Path, settings: dict[str, str]) -> Iterator[list[RunningServer]]:
+    """Yield two servers with the same settings that are replicas of each other."""
+    both = [a_server(folder / str(i), settings) for i in range(2)]
+    for each in both:
+        each.env["REPLICAS"] = ",".join(other.grpc_url for other in both)
+    try:
+        for each in both:
+            started = each.command("start_server")
+            assert started.returncode == 0, started.stdout + started.stderr
+        yield both
+    finally:
+        for each in both:
+            each.command("stop_server", "0")
+
+
+@contextmanager
 def paused(pid: int) -> Iterator[None]:
     """Pause a process for the duration of the context. A paused engine accepts requests and does not answer them, so
     they are open for as long as a test needs. The supervisor ends an engine that is paused for ENGINE_SILENT_S."""

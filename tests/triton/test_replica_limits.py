@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.patience import PATIENCE_S, in_background, wait_until
-from tests.server import a_server
+from tests.server import running_replicas
 
 KEYS = {"alice": {"key": "alices", "max_requests": 2}, "bob": {"key": "bobs", "tokens_per_minute": 1000}}
 LONG = {"text": "Count.", "min_dec_len": 3000, "max_dec_len": 3000, "temperature": 0}
@@ -21,19 +21,10 @@ def servers(tmp_path_factory):
     (folder / "keys.json").write_text(json.dumps(KEYS))
     settings = {"CPU_THREADS": "1", "DRAIN_TIMEOUT": "0", "MAX_DEC_LEN": "3000"}
     settings |= {"API_KEYS": str(folder / "keys.json"), "API_KEY": "operators"}
-    both = [a_server(folder / str(i), settings) for i in range(2)]
-    for each in both:
-        each.env["REPLICAS"] = ",".join(other.grpc_url for other in both)
-    try:
-        for each in both:
-            started = each.command("start_server")
-            assert started.returncode == 0, started.stdout + started.stderr
+    with running_replicas(folder, settings) as both:
         front, other = both
         wait_until(lambda: f"replica {other.grpc_url} answers" in (front.log_dir / "http_server.log").read_text())
         yield both
-    finally:
-        for each in both:
-            each.command("stop_server", "0")
 
 
 def ask(server, path, body, key):

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from tests.patience import wait_until
-from tests.server import a_server, pids_of, state_of
+from tests.server import pids_of, running_replicas, state_of
 from tests.triton.asking import get, post, stream_lines
 
 CHAT = "/v1/chat/completions"
@@ -29,18 +29,8 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("replicas")
-    both = [a_server(folder / str(i), SETTINGS) for i in range(2)]
-    for each in both:
-        each.env["REPLICAS"] = ",".join(other.grpc_url for other in both)
-    try:
-        for each in both:
-            started = each.command("start_server")
-            assert started.returncode == 0, started.stdout + started.stderr
+    with running_replicas(tmp_path_factory.mktemp("replicas"), SETTINGS) as both:
         yield both
-    finally:
-        for each in both:
-            each.command("stop_server", "0")
 
 
 def requests(name):
