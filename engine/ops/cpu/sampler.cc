@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "candidates.h"
@@ -20,7 +21,7 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();  // what is bann
 // Work memory of a thread, kept from call to call.
 struct Workspace {
   std::vector<float> adjusted;
-  std::vector<double> weights;
+  std::vector<std::pair<double, double>> tokens;
   Candidates candidates;
 };
 
@@ -90,36 +91,35 @@ class RowSampler {
   // typical_p: of the tokens that are at least `floor`, those nearest to the mean logit, weighted by probability, stay:
   // as few as have this share of the probability, and all that are as near as the last of them.
   const float* typical(const float* x, float largest, float floor) {
-    std::vector<double>& weights = space_.weights;
-    weights.assign(static_cast<size_t>(vocab_), 0.0);
+    std::vector<std::pair<double, double>>& tokens = space_.tokens;  // distance and weight
+    tokens.clear();
     double total = 0, sum = 0;
     for (int64_t i = 0; i < vocab_; i++) {
       if (!(x[i] >= floor)) continue;
-      const double shifted = static_cast<double>(x[i]) - static_cast<double>(largest);
-      total += weights[static_cast<size_t>(i)] = std::exp(shifted);
-      sum += weights[static_cast<size_t>(i)] * shifted;
+      const double shifted = static_cast<double>(x[i]) - static_cast<double>(largest), weight = std::exp(shifted);
+      tokens.emplace_back(static_cast<double>(x[i]), weight);
+      total += weight, sum += weight * shifted;
     }
     const double mean = static_cast<double>(largest) + sum / total;
-    const auto distance = [&](int64_t i) { return static_cast<float>(std::abs(static_cast<double>(x[i]) - mean)); };
-    // The bits of positive floats are ordered as the floats are.
-    uint32_t low = 0, high = 0x7f800000;
-    while (low < high) {
-      const uint32_t bits = (low + high) / 2;
-      float bound;
-      std::memcpy(&bound, &bits, sizeof(bound));
-      double within = 0;
-      for (int64_t i = 0; i < vocab_; i++)
-        if (distance(i) <= bound) within += weights[static_cast<size_t>(i)];
+    const auto distance = [&](double logit) { return static_cast<float>(std::abs(logit - mean)); };
+    for (auto& token : tokens) token.first = static_cast<double>(distance(token.first));
+    // Halve the range that has the last token that stays. `nearer` is the weight of those before it.
+    auto low = tokens.begin(), high = tokens.end();
+    double nearer = 0;
+    while (high - low > 1) {
+      const auto middle = low + (high - low) / 2;
+      std::nth_element(low, middle, high);
+      double within = nearer;
+      for (auto token = low; token < middle; token++) within += token->second;
       if (within > 0 && within >= static_cast<double>(values_.typical_p) * total)
-        high = bits;
+        high = middle;
       else
-        low = bits + 1;
+        low = middle, nearer = within;
     }
-    float bound;
-    std::memcpy(&bound, &high, sizeof(bound));
+    const float bound = static_cast<float>(low->first);
     space_.adjusted.resize(static_cast<size_t>(vocab_));
     float* left = space_.adjusted.data();
-    for (int64_t i = 0; i < vocab_; i++) left[i] = x[i] >= floor && distance(i) <= bound ? x[i] : -kInfinity;
+    for (int64_t i = 0; i < vocab_; i++) left[i] = x[i] >= floor && distance(static_cast<double>(x[i])) <= bound ? x[i] : -kInfinity;
     return left;
   }
 
