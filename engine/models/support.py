@@ -99,10 +99,7 @@ PRECISIONS = (
     PrecisionSupport("8-bit integer, activations too", "QUANT_TYPE=a8w8", ("quant_type", "a8w8")),
     PrecisionSupport("4-bit integer", "QUANT_TYPE=weight_only_int4", ("quant_type", "weight_only_int4")),
     PrecisionSupport(
-        "4-bit integer, groups of 32",
-        "QUANT_TYPE=weight_only_int4_g32",
-        ("quant_type", "weight_only_int4_g32"),
-        (RUN, RUN, NOT_RUN, NOT_RUN),
+        "4-bit integer, groups of 32", "QUANT_TYPE=weight_only_int4_g32", ("quant_type", "weight_only_int4_g32")
     ),
     PrecisionSupport("8-bit float (e4m3)", "QUANT_TYPE=weight_only_fp8", ("quant_type", "weight_only_fp8")),
     PrecisionSupport(

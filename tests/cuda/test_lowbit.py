@@ -127,6 +127,7 @@ def test_a_single_row_that_is_not_finite_gives_nan_and_one_of_zeros_zeros(device
 MODELS = {
     "int8": ("qwen2", {"quant_type": "weight_only_int8"}),
     "int4": ("llama", {"quant_type": "weight_only_int4"}),
+    "int4 in groups of 32": ("qwen2", {"quant_type": "weight_only_int4_g32"}),
     "a8w8 and an int8 cache": ("qwen3", {"quant_type": "a8w8", "int8_cache": True}),
     "an int8 cache": ("llama3", {"int8_cache": True}),
     "int4 with zeros": ("awq", {}),
