@@ -51,7 +51,11 @@ def loop_of(exported, two_devices, monkeypatch, request):
         executor.close()
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), [("qwen2", 2), ("qwen2", 4), ("llama3", 2)], indirect=["num_ranks"])
+@pytest.mark.parametrize(
+    ("family", "num_ranks"),
+    [("qwen2", 2), ("qwen2", 4), ("llama3", 2), ("mistral", 2), ("qwen3", 2), ("ernie4_5", 2)],
+    indirect=["num_ranks"],
+)
 def test_the_tokens_of_ranks_are_those_of_transformers(loop_of, family, num_ranks):
     """Check a step with more tokens than the one-shot all-reduce takes."""
     lengths, count = ([7, 130], 3) if IS_INTERPRETED else ([1, 7, 63, 64, 65, 130, 200], 64)
