@@ -42,7 +42,7 @@ class KVCacheManager:
 
     def num_found(self, request: Request) -> int:
         """Return how many leading tokens `allocate_prompt` would find in the prefix cache now, at least."""
-        return 0 if self._has_states else self._prefix_cache.find(request).num_blocks * self.pool.block_size
+        return 0 if self._has_states else self._prefix_cache.find(request).num_tokens(self.pool.block_size)
 
     def allocate_prompt(self, request: Request, slot: int, running: Collection[Request]) -> bool:
         """Allocate the blocks of its tokens, of a sliding window those of its first chunk, and reuse cached ones.
@@ -51,20 +51,25 @@ class KVCacheManager:
         prefix = self._prefix_cache.find(request)
         if self._take_prompt(request, slot, running, prefix):
             return True
-        # A snapshot and its copy may be more blocks than there are.
+        # A snapshot or the last block, and the copy of it, may be more blocks than there are.
+        if prefix.tail_len and not running:
+            request.finds_tail = False
+            return self.allocate_prompt(request, slot, running)
         without = Prefix(0, [()] * len(self.groups), 0)
         return self._has_states and not running and self._take_prompt(request, slot, running, without)
 
     def _take_prompt(self, request: Request, slot: int, running: Collection[Request], prefix: Prefix) -> bool:
         pool = self.pool
         first = [self._first_block(group, prefix) for group in range(len(self.groups))]
-        counts = [self._num_new(group, prefix, pool.blocks_for(len(request.token_ids))) for group in range(len(first))]
+        written = [self._written(group, prefix) for group in range(len(first))]
+        on_device = [list(map(pool.is_on_device, each)) for each in written]
+        num_blocks = pool.blocks_for(len(request.token_ids))
+        counts = [self._num_new(group, prefix, num_blocks) + sum(each) for group, each in enumerate(on_device)]
         keys = [key for keys in prefix.keys for key in keys]
         num_shared = pool.num_held_of(keys)
         if self._limits.block_ratio >= 1:
             promised = self.num_promised(running)
-            # Snapshots that others hold spare it no block.
-            num_copied = sum(pool.num_held_of(prefix.keys[index]) for index in self._states)
+            num_copied = sum(map(pool.num_held_of, written))  # those that others hold spare it no block
             if self.max_blocks(request) - num_shared + num_copied + promised > pool.num_available:
                 return False
         elif running:
@@ -72,7 +77,6 @@ class KVCacheManager:
             wanted = self.max_blocks(request) if request.in_lockstep else sum(counts) + len(keys)
             if pool.num_held + wanted - num_shared > self._limits.block_ratio * pool.num_blocks:
                 return False
-        on_device = {index: list(map(pool.is_on_device, prefix.keys[index])) for index in self._states}
         try:
             blocks = iter(pool.take(sum(counts), keys))
         except OutOfBlocks:
@@ -83,13 +87,13 @@ class KVCacheManager:
             for n, ids, count in zip(first, found, counts, strict=True)
         ]
         request.num_freed = first
-        request.num_published = prefix.num_blocks
-        request.num_cached = request.num_computed = prefix.num_blocks * pool.block_size
+        request.num_cached = request.num_computed = prefix.num_tokens(pool.block_size)
+        request.num_published = request.num_computed // pool.block_size
         request.branch_point = prefix.num_paged * pool.block_size
         del request.prompt_logprobs[request.num_computed :]  # of a preempted request: they are computed again
-        for index in self._states:
-            if found[index]:
-                self._own_snapshot(request, slot, index, on_device[index])
+        for index, each in enumerate(on_device):
+            if each:
+                self._own_written(request, slot, index, each)
         self._set_room(request)
         return True
 
@@ -101,19 +105,26 @@ class KVCacheManager:
         """See `PrefixCache.longest`."""
         return self._prefix_cache.longest(request)
 
-    def _own_snapshot(self, request: Request, slot: int, index: int, on_device: Sequence[bool]) -> None:
-        """Give the request a snapshot of its own to continue. Its blocks are followed by those for the copies. A block
-        that comes back from the host needs none: its key can still be found there."""
-        found, copies = request.block_ids[index][: len(on_device)], request.block_ids[index][len(on_device) :]
-        for place, block in enumerate(found):
-            if on_device[place]:
-                self.copies.append(Copy(slot, index, place, block, copies[0]))
-                found[place] = copies.pop(0)
+    def _written(self, index: int, prefix: Prefix) -> Sequence[bytes]:
+        """Return the keys of the last blocks of the prefix in a group that a request writes when it continues: those of
+        a state, and a block that is not full."""
+        keys = prefix.keys[index]
+        return keys if self.groups[index].kind == STATE else keys[-1:] if prefix.tail_len else ()
+
+    def _own_written(self, request: Request, slot: int, index: int, on_device: Sequence[bool]) -> None:
+        """Give the request blocks of its own in place of the found ones that it writes. These are followed by those for
+        the copies. A block that comes back from the host needs none: its key can still be found there."""
+        block_ids, num_copies = request.block_ids[index], sum(on_device)
+        copies = block_ids[len(block_ids) - num_copies :]
+        del block_ids[len(block_ids) - num_copies :]
+        for place, is_copied in enumerate(on_device, len(block_ids) - len(on_device)):
+            block = block_ids[place]
+            if is_copied:
+                block_ids[place] = copies.pop(0)
+                self.copies.append(Copy(slot, index, place, block, block_ids[place]))
                 self.pool.give_back([block])
             else:
                 self.pool.unpublish(block)
-        assert not copies
-        request.block_ids[index] = found
 
     def allocate(self, request: Request, num_tokens: int = 1) -> None:
         """Make its next `num_tokens` positions writable: with new blocks, and with copies of those that others hold or
@@ -187,6 +198,10 @@ class KVCacheManager:
             self._prefix_cache.publish(request, request.num_published, count)
         request.num_published = count
 
+    def publish_tail(self, request: Request) -> None:
+        """See `PrefixCache.publish_tail`."""
+        self._prefix_cache.publish_tail(request)
+
     def keep_logprobs(self, request: Request) -> None:
         """Remember the log-probabilities of its prompt, if it asked for them."""
         self._prefix_cache.keep_logprobs(request)
@@ -232,11 +247,11 @@ class KVCacheManager:
         return 0 if self.groups[index].kind == STATE else prefix.num_blocks - len(prefix.keys[index])
 
     def _num_new(self, index: int, prefix: Prefix, num_blocks: int) -> int:
-        """Return how many blocks of a prompt of `num_blocks` the group takes at admission beside the cached ones."""
+        """Return how many blocks of a prompt of `num_blocks` the group takes at admission beside the cached ones and
+        copies of them."""
         group = self.groups[index]
-        if group.kind == STATE:  # a snapshot is copied, unless it comes back from the host
-            keys = prefix.keys[index]
-            return sum(map(self.pool.is_on_device, keys)) if keys else group.num_parts
+        if group.kind == STATE:
+            return 0 if prefix.keys[index] else group.num_parts
         return group.max_blocks(num_blocks - prefix.num_blocks, self.pool.block_size, self._limits.max_batched_tokens)
 
     def _free_behind_window(self, request: Request, index: int) -> int:

@@ -40,10 +40,13 @@ class PrefillJob:
 
 
 def prefill_request(name: str, token_ids: Sequence[int], salt: str, queue_position: tuple[str, int]) -> Request:
-    """Return a request that computes a prompt only. Its block hashes are those of the same prompt elsewhere."""
+    """Return a request that computes a prompt without its last token, from which the decode instance samples. Its block
+    hashes are those of the same prompt elsewhere."""
     owner, priority = queue_position
     sampling = Sampling(max_new_tokens=0)
-    return Request(name, list(token_ids), len(token_ids), sampling, salt=salt, owner=owner, priority=priority)
+    request = Request(name, list(token_ids), len(token_ids), sampling, salt=salt, owner=owner, priority=priority)
+    request.keeps_tail = True
+    return request
 
 
 class PrefillJobs:

@@ -18,6 +18,11 @@ class Prefix(NamedTuple):
     num_blocks: int
     keys: Sequence[Sequence[bytes]]  # for each group, of the blocks that continuing takes: the last ones of the prefix
     num_paged: int  # blocks up to which the other groups would have had to be found
+    tail_len: int = 0  # tokens in the last block if that is not full (see `Request.finds_tail`)
+
+    def num_tokens(self, block_size: int) -> int:
+        """Return how many tokens its blocks have."""
+        return self.num_blocks * block_size - (block_size - self.tail_len if self.tail_len else 0)
 
 
 class PrefixCache:
@@ -36,6 +41,10 @@ class PrefixCache:
             return nothing
         self._find_logprobs(request)
         hashes = self.hashes(request, request.max_cached_tokens // pool.block_size)
+        if request.finds_tail and (tail_len := request.max_cached_tokens % pool.block_size):
+            keys = self._all_keys(request, request.max_cached_tokens)
+            if all(key in pool for each in keys for key in each):
+                return Prefix(len(hashes) + 1, keys, len(hashes), tail_len)
         if len(groups) == 1 and groups[0].kind == PAGED:
             count = pool.find(hashes)
             return Prefix(count, (hashes[:count],), count)
@@ -49,14 +58,15 @@ class PrefixCache:
             for index, group in enumerate(groups):
                 if group.kind != PAGED:
                     count = self._longest(index, hashes, count)
-        return Prefix(count, [self._keys(index, hashes[:count]) for index in range(len(groups))], num_paged)
+        return Prefix(count, self._all_keys(request, count * pool.block_size), num_paged)
 
     def longest(self, request: Request) -> tuple[list[bytes], int]:
-        """Return the keys of all blocks that the longest possible prefix of `request` needs, and the number of blocks
+        """Return the keys of all blocks that the longest possible prefix of `request` needs, and the number of tokens
         of the longest prefix that can be found."""
-        hashes = self.hashes(request, request.max_cached_tokens // self._pool.block_size)
-        keys = [key for index in range(len(self._groups)) for key in self._keys(index, hashes)]
-        return keys, self.find(request).num_blocks
+        size = self._pool.block_size
+        end = request.max_cached_tokens if request.finds_tail else request.max_cached_tokens // size * size
+        keys = [key for each in self._all_keys(request, end) for key in each]
+        return keys, self.find(request).num_tokens(size)
 
     def publish(self, request: Request, start: int, end: int) -> None:
         """Make the full blocks `start` to `end` of `request` findable in all groups that have them."""
@@ -67,12 +77,20 @@ class PrefixCache:
                     self._pool.publish(request.block_ids[index][place], key_of(hashes[place], index))
 
     def publish_state(self, request: Request, index: int) -> None:
-        """Make the state of `request` at its position, which is the end of a block, a snapshot."""
-        count = request.num_computed // self._pool.block_size
-        if self._pool.caching and count:
-            keys = self._keys(index, self.hashes(request, count))
+        """Make the state of `request` at its position a snapshot."""
+        if self._pool.caching and request.num_computed:
+            keys = self._all_keys(request, request.num_computed)[index]
             for block, key in zip(request.block_ids[index], keys, strict=True):
                 self._pool.publish(block, key)
+
+    def publish_tail(self, request: Request) -> None:
+        """Make the last block of `request` findable although it is not full, and its state."""
+        place, keys = request.num_computed // self._pool.block_size, self._all_keys(request, request.num_computed)
+        for index, group in enumerate(self._groups):
+            if group.kind == STATE:
+                self.publish_state(request, index)
+            elif request.num_computed % self._pool.block_size:
+                self._pool.publish(request.block_ids[index][place], keys[index][-1])
 
     def keep_logprobs(self, request: Request) -> None:
         """Remember the log-probabilities of its whole prompt."""
@@ -84,7 +102,7 @@ class PrefixCache:
         """Return the hashes of its first `count` blocks. Each is computed once."""
         hashes, size = request.block_hashes, self._pool.block_size
         for index in range(len(hashes), count):
-            parent = hashes[-1] if hashes else root_hash(request.salt, *request.sampling.adapter[:1])
+            parent = hashes[-1] if hashes else _root_hash(request)
             start, end = index * size, (index + 1) * size
             block_hash = hash_block(parent, request.token_ids[start:end])
             hashes.append(hash_with_spans(block_hash, request.spans, start, end) if request.spans else block_hash)
@@ -97,12 +115,23 @@ class PrefixCache:
             hashes = self.hashes(request, request.prompt_len // self._pool.block_size)
             request.prompt_logprobs = self._logprobs.find(hashes, num_top)
 
-    def _keys(self, index: int, hashes: Sequence[bytes]) -> list[bytes]:
-        """Return the keys of the blocks that the group `index` needs in order to continue behind all of `hashes`."""
-        group, size = self._groups[index], self._pool.block_size
+    def _all_keys(self, request: Request, end: int) -> list[list[bytes]]:
+        """Return, for each group, the keys of the blocks that it needs in order to continue at position `end`. If that
+        is inside a block, the hash of this block covers its tokens up to there."""
+        size = self._pool.block_size
+        hashes = list(self.hashes(request, end // size))
+        if end % size:
+            parent = hashes[-1] if hashes else _root_hash(request)
+            hashes.append(hash_block(parent, request.token_ids[end // size * size : end]))
+        return [self._keys(index, hashes, end) for index in range(len(self._groups))]
+
+    def _keys(self, index: int, hashes: Sequence[bytes], end: int) -> list[bytes]:
+        """Return the keys of the blocks that the group `index` needs in order to continue at position `end`, which is
+        behind all of `hashes`."""
+        group = self._groups[index]
         if group.kind == STATE:
             return [key_of(each, index, part) for each in hashes[-1:] for part in range(group.num_parts)]
-        return [key_of(each, index) for each in hashes[group.first_block(len(hashes) * size, size) :]]
+        return [key_of(each, index) for each in hashes[group.first_block(end, self._pool.block_size) :]]
 
     def _longest(self, index: int, hashes: Sequence[bytes], count: int) -> int:
         """Return the largest number of blocks, at most `count`, behind which the group `index` can continue."""
@@ -119,6 +148,10 @@ class PrefixCache:
                 return count
             count = missing
         return 0
+
+
+def _root_hash(request: Request) -> bytes:
+    return root_hash(request.salt, *request.sampling.adapter[:1])
 
 
 def key_of(block_hash: bytes, group: int, part: int = 0) -> bytes:

@@ -3,7 +3,9 @@ pulled. Independent of the network.
 
 Pulled blocks are published in the prefix cache under their block hashes, then the request is admitted like any other
 and finds them as a cached prefix. A block that does not arrive, for whatever reason, is therefore simply computed, and
-every cache group is served by the same code.
+every cache group is served by the same code. The last block is pulled although it is not full, so that the only token
+left to compute is the last one of the prompt. This is a row like that of a running answer, which fits into a captured
+decode step, so that the other answers do not wait for it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Pull:
     keys: Sequence[bytes]  # of the blocks
     block_ids: Sequence[int]  # reserved for them
     found_ids: Sequence[int]  # blocks of the prefix that were cached before, which are held meanwhile
-    num_cached: int  # leading blocks that were cached before
+    num_cached: int  # leading tokens that were cached before
     progress_at: float = field(default_factory=time.monotonic)
     lock: Lock = field(default_factory=Lock)
     is_open: bool = True
@@ -93,7 +95,7 @@ class RemotePrefill:
         prompt is short, it depends on more than token ids, or no instance is connected."""
         needs_more = request.spans or request.sampling.adapter or request.wants_token_outputs
         if len(request.token_ids) >= self._min_tokens and not needs_more and self._source.is_ready:
-            request.awaits_blocks = True
+            request.awaits_blocks = request.finds_tail = True
             self._waits_since[request] = time.monotonic()
 
     def poll(self) -> None:
@@ -102,7 +104,9 @@ class RemotePrefill:
         for pull in list(self._pulls.values()):
             self._advance(pull, now)
         for request in list(self._waits_since):
-            if len(self._pulls) >= self._scheduler.limits.max_batch or not self._reserve(request, now):
+            # A block that the next step copies may be available already, so it must not be reserved before that step.
+            is_blocked = self._scheduler.has_copies or len(self._pulls) >= self._scheduler.limits.max_batch
+            if is_blocked or not self._reserve(request, now):
                 break
         while self._reserved and self._reserved[0][0] <= self._scheduler.num_applied:
             _, pull = self._reserved.popleft()
@@ -121,7 +125,7 @@ class RemotePrefill:
         pool = self._scheduler.pool
         keys, num_cached = self._scheduler.longest_prefix(request)
         missing, found = [key for key in keys if key not in pool], [key for key in keys if pool.is_on_device(key)]
-        if not missing or len(request.token_ids) - num_cached * pool.block_size < self._min_tokens:
+        if not missing or len(request.token_ids) - num_cached < self._min_tokens:
             self._admit(request)
             return True
         held = self._take(len(missing), found)
@@ -162,7 +166,7 @@ class RemotePrefill:
         self._publish(pull, pull.published)  # again: another block that had the same key may have been evicted
         pool.give_back([*pull.found_ids, *pull.block_ids])
         keys, num_cached = self._scheduler.longest_prefix(pull.request)
-        pull.request.num_pulled = max(0, num_cached - pull.num_cached) * pool.block_size
+        pull.request.num_pulled = max(0, num_cached - pull.num_cached)
         self.counters.num_remote_prefill_failures += not all(key in pool for key in keys)
         self._admit(pull.request)
 

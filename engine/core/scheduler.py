@@ -64,6 +64,11 @@ class Scheduler:
         return self.num_applied + len(self._launched)
 
     @property
+    def has_copies(self) -> bool:
+        """Return whether blocks wait to be copied by the next step. Their content must not change until then."""
+        return bool(self._cache.copies)
+
+    @property
     def num_running(self) -> int:
         """Return how many slots are taken, those of forks included."""
         return self._queue.num_running
@@ -357,6 +362,8 @@ class Scheduler:
             update = replace(update, prompt_outputs=prompt_outputs.take(request))
         updates.append(update)
         if update.finish_reason:
+            if request.keeps_tail:
+                self._cache.publish_tail(request)
             self._queue.finish(request)
             request.state = State.ENDED
 

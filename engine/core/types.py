@@ -113,6 +113,8 @@ class Request:
     owner: str = ""  # API key or client; waiting requests of each owner get equal shares
     priority: int = 0  # lower values start earlier
     grammar: Grammar | None = None  # of `sampling.structured_output`, set when it is compiled
+    keeps_tail: bool = False  # its last block is kept in the prefix cache when it ends, although it is not full
+    finds_tail: bool = False  # it looks for such a block, so that all tokens but the last one may be found
     in_lockstep: bool = False  # it and its forks need slots at the same time and get no draft tokens
     # State of the scheduler
     state: State = State.WAITING

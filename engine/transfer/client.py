@@ -130,7 +130,8 @@ class _Instance:
         number, request = next(self._numbers), pull.request
         self._pulls[number], self._num_missing[number] = pull, len(pull.keys)
         position = (request.owner, request.priority)
-        self._send(messages.COMPUTE, number, request.token_ids, request.salt, position, pull.keys)
+        token_ids = request.token_ids[: request.max_cached_tokens]
+        self._send(messages.COMPUTE, number, token_ids, request.salt, position, pull.keys)
 
     def end(self, pull: Pull) -> None:
         for number in [number for number, each in self._pulls.items() if each is pull]:

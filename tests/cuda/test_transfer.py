@@ -237,6 +237,20 @@ def test_answers_of_two_processes_are_those_of_one(model, loop_of, name, shares)
 
 
 @needs_gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_every_step_of_the_decode_instance_is_a_captured_decode_step(model, loop_of, name, monkeypatch):
+    """The first step of an answer is one as well, so that a prompt that arrives does not stall the others."""
+    decode, shapes = loop_of(model(name)), []
+    graphs = decode.executor._graphs
+    shape_for = graphs.shape_for
+    monkeypatch.setattr(graphs, "shape_for", lambda inputs: shapes.append(shape_for(inputs)) or shapes[-1])
+    with Prefill(model(name), decode):
+        answers_of_one(decode, [(LONG[more : 160 + 2 * more], FEW) for more in range(17)])
+    assert decode.remote.counters.num_remote_prefill_failures == 0
+    assert shapes and all(shape and shape.is_decode for shape in shapes)
+
+
+@needs_gpu
 @pytest.mark.parametrize("shares", [True, False])
 def test_a_prompt_is_computed_here_when_the_prefill_instance_is_killed_during_the_transfer(model, loop_of, shares):
     expected = answers_of_one(loop_of(model("qwen2")), [(LONG, FEW)])
@@ -309,7 +323,7 @@ def test_each_rank_copies_the_blocks_of_its_own_heads(exported, two_devices):
             with Prefill(graph_dir, decode, shares, **config):
                 assert generate(decode, prompts, max_new_tokens=30) == expected
             counters = decode.remote.counters
-            assert (counters.num_pulled_blocks, counters.num_remote_prefill_failures) == (4 * 31, 0)
+            assert (counters.num_pulled_blocks, counters.num_remote_prefill_failures) == (4 * 32, 0)
     finally:
         executor.close()
 

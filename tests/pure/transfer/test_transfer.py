@@ -61,6 +61,33 @@ def test_answers_are_those_of_one_engine(family, exported):
     assert counters.num_pulled_blocks >= counters.num_remote_prefills
 
 
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "qwen3_next", "deepseek_v3"))],
+)
+def test_the_decode_instance_computes_only_the_last_token_of_a_prompt(family, exported):
+    """Its first step is then like those of running answers, whatever part of a block the prompt ends with. The second
+    time, all blocks are found at the prefill instance, and the third time here."""
+    graph_dir, rows = exported(family, block_size=BLOCK_SIZE), []
+    lengths = [3 * BLOCK_SIZE + more for more in (-1, 0, 1, 2, 9)] + [9 * BLOCK_SIZE + 1]
+    requests = [([(seed + 7 * index) % VOCAB_SIZE for index in range(each)], FEW) for seed, each in enumerate(lengths)]
+    pair, expected = Pair.of(graph_dir), alone(graph_dir, requests)
+    num_pulled = []
+    for decode in (pair.decode, a_loop(graph_dir), None):
+        if decode and decode is not pair.decode:
+            pair = Pair(pair.prefill, decode, pair.server, connect(decode, pair.server.port))
+            wait_until(lambda pair=pair: pair.client.is_ready)
+        launch = pair.decode.executor.launch
+        pair.decode.executor.launch = lambda batch, launch=launch: rows.extend(batch.rows) or launch(batch)
+        for index, (prompt, sampling) in enumerate(requests):
+            pair.add(str(index), prompt, sampling)
+        assert pair.run() == expected
+        num_pulled.append(pair.decode.remote.counters.num_pulled_blocks)
+        assert pair.decode.remote.counters.num_remote_prefill_failures == 0
+    assert {len(row.token_ids) for row in rows} == {1}
+    assert num_pulled[0] == num_pulled[1] == num_pulled[2] > 0
+
+
 def test_answers_are_those_of_one_engine_when_blocks_are_copied_from_memory_to_memory(graph_dir):
     requests = random_requests(seed=3, count=20)
     pair = Pair.that_shares(graph_dir)
@@ -188,7 +215,7 @@ def test_short_prompts_and_prompts_that_are_cached_stay_local(graph_dir, expecte
         pair.add(name, LONG, FEW)
         assert pair.run()[name] == expected
     assert pair.decode.remote.counters.num_remote_prefills == 1
-    assert [pair.outputs[name].num_cached for name in ("first", "second")] == [16, 496]
+    assert [pair.outputs[name].num_cached for name in ("first", "second")] == [16, 499]
 
 
 def test_all_requests_end_when_blocks_are_scarce(graph_dir):
@@ -218,9 +245,19 @@ def test_blocks_are_pulled_through_tls(graph_dir, expected):
     wait_until(lambda: pair.client.is_ready)
     pair.add("0", LONG, FEW)
     assert pair.run()["0"] == expected
-    assert decode.remote.counters.num_pulled_blocks == len(LONG) // BLOCK_SIZE
+    assert decode.remote.counters.num_pulled_blocks == -(-len(LONG) // BLOCK_SIZE)
     refused = connect(a_loop(graph_dir), server.port)  # without TLS
     assert not refused.refusals(within_s=0.2) and not refused.is_ready
+
+
+def test_equal_prompts_share_the_pulled_blocks_and_write_the_last_one_apart(graph_dir):
+    sampled = [Sampling(max_new_tokens=20, temperature=1.0, seed=seed, num_logprobs=1) for seed in range(6)]
+    pair, requests = Pair.of(graph_dir), [(LONG[:105], sampling) for sampling in sampled]
+    for index, (prompt, sampling) in enumerate(requests):
+        pair.add(str(index), prompt, sampling)
+    answers = pair.run()
+    assert answers == alone(graph_dir, requests)
+    assert len({tuple(token for token, _ in answer) for answer in answers.values()}) == 6
 
 
 def a_scheduler():
@@ -254,6 +291,35 @@ def test_a_pull_begins_when_the_steps_that_may_still_write_its_blocks_have_ended
     assert [pull.request for pull in begun] == [long]
 
 
+def test_no_blocks_are_reserved_while_a_copy_waits_for_the_next_step():
+    """The last block of the first prompt is available as soon as the request has another one for a copy of it. The
+    request cannot be launched yet, because its grammar is not ready."""
+    begun = []
+    scheduler, remote = decode_side(begun)
+    first = Request("first", LONG[:100], 100, FEW, grammar=SimpleNamespace(is_ready=False))
+    second = Request("second", LONG[100:200], 100, FEW)
+    scheduler.add(first)
+    remote.consider(first)
+    remote.poll()
+    [pull] = begun
+    pull.arrived += range(len(pull.keys))
+    pull.has_ended = True
+    remote.poll()
+    assert scheduler.next_batch() is None
+    scheduler.add(second)
+    remote.consider(second)
+    remote.poll()
+    assert len(begun) == 1
+    first.grammar = None
+    [copy] = scheduler.next_batch().copies
+    assert copy.source == pull.block_ids[6]
+    remote.poll()
+    assert len(begun) == 1
+    scheduler.apply(StepOutput([[5]], [None]))
+    remote.poll()
+    assert len(begun) == 2
+
+
 def test_blocks_are_announced_when_the_step_that_writes_them_has_ended():
     """The second chunk is launched ahead of the end of the first, and its blocks can be found from then on."""
     ready, scheduler = [], a_scheduler()
@@ -268,6 +334,28 @@ def test_blocks_are_announced_when_the_step_that_writes_them_has_ended():
     assert not ready
     jobs.take(scheduler.apply(StepOutput([], [])))
     assert ready == [list(range(8))]
+
+
+def test_a_request_that_is_alone_runs_if_there_is_no_block_for_a_copy_of_its_last_one():
+    begun = []
+    scheduler, remote = decode_side(begun)
+    pool = scheduler.pool
+    held = pool.take(pool.num_available - 7)
+    request = Request("long", LONG[:100], 100, FEW)
+    scheduler.add(request)
+    remote.consider(request)
+    remote.poll()
+    [pull] = begun
+    pull.arrived += range(len(pull.keys))
+    pull.has_ended = True
+    remote.poll()
+    assert request.num_pulled == 99
+    [row] = scheduler.next_batch().rows
+    assert (row.start, len(row.token_ids)) == (6 * BLOCK_SIZE, 4)
+    scheduler.drop("long")
+    scheduler.apply(StepOutput([[5]], [None]))
+    pool.give_back(held)
+    scheduler.check()
 
 
 def test_a_block_that_has_arrived_is_found_when_another_with_its_key_was_evicted_meanwhile():
@@ -288,4 +376,4 @@ def test_a_block_that_has_arrived_is_found_when_another_with_its_key_was_evicted
     pull.has_ended = True
     remote.poll()
     assert (remote.counters.num_remote_prefills, remote.counters.num_remote_prefill_failures) == (1, 0)
-    assert request.num_pulled == 6 * BLOCK_SIZE
+    assert request.num_pulled == 99
