@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from engine.core.cache_groups import CacheGroup
-from engine.exporting.files import CONFIG, MANIFEST
+from engine.exporting.files import CONFIG, MANIFEST, NUM_RANKS_KEY
 from engine.models.config import DECODER
 from engine.models.formats import QUANTIZED
 from engine.models.keys import ModelError, read_json
@@ -76,7 +76,7 @@ class Manifest:
             "infer_model_max_seq_len": self.max_seq_len,
             "infer_model_quant_type": self.weight_format if self.weight_format in QUANTIZED else None,
             "infer_model_cachekv_int8_type": "dynamic" if self.graph().caches[0].dtype == "int8" else None,
-            "infer_model_num_ranks": self.num_ranks,
+            NUM_RANKS_KEY: self.num_ranks,
             VERSION_KEY: GRAPH_VERSION,
         }
 

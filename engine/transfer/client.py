@@ -17,6 +17,7 @@ from engine.core.remote_prefill import Pull
 from engine.executors.rank_blocks import DeviceBlocks, SharedCaches
 from engine.settings.disaggregation import CUDA_IPC, TCP
 from engine.transfer import messages
+from engine.transfer.layout import BlockLayout
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class PulledBlocks:
     identity: Mapping[str, str]  # see `ServedBlocks`
     device: DeviceBlocks | None = None  # that copies blocks from GPUs of this host
     needs_device: bool = False  # refuse prefill instances whose blocks `device` cannot copy
+    layout: BlockLayout | None = None  # of the blocks here; only if prefill instances may have another number of ranks
 
 
 class PrefillClient:
@@ -107,6 +109,7 @@ class _Instance:
         self._num_missing: dict[int, int] = {}  # blocks by the number of the pull
         self._epoch = b""
         self._is_shared = False  # its caches are open here
+        self._layout: BlockLayout | None = None  # of its blocks
         self._writer: asyncio.StreamWriter | None = None
 
     async def run(self) -> None:
@@ -148,26 +151,42 @@ class _Instance:
         kind, fields, _ = await messages.read(reader, messages.SILENT_S)
         self.refusal = fields[0] if kind == messages.REFUSED else ""
         if kind == messages.WELCOME:
-            self._epoch, shared = fields
-            self.refusal = self._open(shared)
+            self._epoch, shared, layout = fields
+            self.refusal = self._agree(layout) or self._open(shared)
         self.has_answered = True
         if kind != messages.WELCOME or self.refusal:
             raise messages.TransferRefused(self.refusal or "it is no prefill instance")
         self.is_connected = True
         log.info("prefill instance %s is connected, KV_TRANSFER=%s", self.name, CUDA_IPC if self._is_shared else TCP)
         beats = asyncio.create_task(self._beat())
-        memory = memoryview(bytearray(pulled.block_bytes))
+        memory = memoryview(bytearray(self._block_bytes))
         try:
             while True:
                 self._receive(*await messages.read(reader, messages.SILENT_S, memory))
         finally:
             beats.cancel()
 
+    def _agree(self, layout: Sequence[Any] | None) -> str:
+        """Note the layout of its blocks. Return why they cannot be used here, or an empty text."""
+        ours = self._client.pulled.layout
+        self._layout = BlockLayout(*layout) if layout else ours
+        if (ours is None) != (layout is None):
+            return "its blocks have another layout"
+        if ours and self._layout and ours.num_ranks != self._layout.num_ranks:
+            log.info("prefill instance %s has %d ranks, here are %d", self.name, self._layout.num_ranks, ours.num_ranks)
+        return ours.difference(self._layout) if ours and self._layout else ""
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._layout.block_bytes if self._layout else self._client.pulled.block_bytes
+
     def _open(self, shared: Sequence[SharedCaches]) -> str:
         """Open the caches of the instance. Return why it must be refused, or an empty text."""
         pulled, reason = self._client.pulled, "it is on another host or does not share its caches"
         if pulled.device is None:
             return ""
+        if self._layout != pulled.layout:
+            shared, reason = (), "it has another number of ranks"
         try:
             if shared:
                 pulled.device.open(self._index, shared)
@@ -204,14 +223,15 @@ class _Instance:
 
     def _write(self, number: int, index: int, digest: int, content: memoryview) -> None:
         pull, pulled = self._pulls[number], self._client.pulled
-        key, is_whole = pull.keys[index], len(content) == pulled.block_bytes
+        key, is_whole = pull.keys[index], len(content) == self._block_bytes
         if not is_whole or digest != messages.checksum(self._epoch, key, content):
             self._refuse_block(pull)
             return
+        own = pulled.layout.convert(content, self._layout) if pulled.layout and self._layout else content
         with pull.lock:
             if not pull.is_open:
                 return
-            pulled.write_block(pull.block_ids[index], content)
+            pulled.write_block(pull.block_ids[index], own)
         self._arrive(number, [index])
 
     def _copy(self, number: int, places: Sequence[tuple[int, int, int]]) -> None:

@@ -17,9 +17,11 @@ from typing import Any
 from engine.core.prefill_jobs import PrefillJob, PrefillJobs, prefill_request
 from engine.executors.rank_blocks import SharedCaches
 from engine.transfer import messages
+from engine.transfer.layout import BlockLayout
 
 log = logging.getLogger(__name__)
 
+Digests = Callable[[Sequence[int]], list[bytes]]
 MAX_JOBS = 4096  # of one connection
 READ_LIMIT = 1 << 20
 WRITE_AHEAD_BYTES = 4 << 20  # so that the link is busy while the next block is prepared
@@ -34,8 +36,9 @@ class ServedBlocks:
     identity: Mapping[str, str]  # what decode instances must have in common with it
     vocab_size: int
     max_len: int  # tokens of a prompt
-    digests: Callable[[Sequence[int]], list[bytes]] | None = None  # of blocks that decode instances copy from GPUs
+    digests: Digests | None = None  # of blocks that decode instances copy from GPUs
     shared: Sequence[SharedCaches] = ()  # of each rank, if there are `digests`
+    layout: BlockLayout | None = None  # only if decode instances may have another number of ranks
 
 
 class PrefillServer:
@@ -77,7 +80,8 @@ class PrefillServer:
         if not hmac.compare_digest(token.encode(), self.token.encode()):
             reason = "its API keys are others than those of the prefill instance"
         shared = self.served.shared if host and host == messages.host_id() else ()
-        writer.write(messages.pack(*((messages.REFUSED, reason) if reason else (messages.WELCOME, self.epoch, shared))))
+        welcome = messages.WELCOME, self.epoch, shared, self.served.layout
+        writer.write(messages.pack(*((messages.REFUSED, reason) if reason else welcome)))
         await writer.drain()
         if reason:
             raise messages.TransferRefused(reason)

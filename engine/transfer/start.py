@@ -6,15 +6,15 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from engine.core.loop import EngineLoop
 from engine.core.prefill_jobs import PrefillJobs
 from engine.core.remote_prefill import RemotePrefill
 from engine.errors import ConfigError
-from engine.executors.rank_blocks import BlockAccess, DeviceBlocks
-from engine.exporting.files import model_hash
+from engine.executors.rank_blocks import BlockAccess, DeviceBlocks, SharedCaches
+from engine.exporting.files import model_hash_of_any_ranks
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 from engine.settings.device import CPU, with_device
@@ -22,8 +22,9 @@ from engine.settings.disaggregation import CUDA_IPC, DECODE, PREFILL, TCP
 from engine.settings.processes import ENGINE_PROGRESS_FILE
 from engine.settings.tls import server_context
 from engine.transfer.client import PrefillClient, PulledBlocks
+from engine.transfer.layout import BlockLayout
 from engine.transfer.messages import PROTOCOL
-from engine.transfer.server import PrefillServer, ServedBlocks
+from engine.transfer.server import Digests, PrefillServer, ServedBlocks
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ def start_transfer(loop: EngineLoop, config: Config, wake: Callable[[], None]) -
     role, config = config.splitwise_role, with_device(config)
     access: BlockAccess = loop.executor.blocks()  # type: ignore[attr-defined]
     device = device_of(config, access)
+    model = Manifest.read(config.graph_path)
     if role == PREFILL:
-        model = Manifest.read(config.graph_path)
         loop.jobs = PrefillJobs(loop.scheduler, wake)
         served = ServedBlocks(
             loop.jobs,
@@ -45,6 +46,7 @@ def start_transfer(loop: EngineLoop, config: Config, wake: Callable[[], None]) -
             model.vocab_size,
             model.max_seq_len,
             *shared_by(config, device),
+            BlockLayout.of(model),
         )
         address = config.service_host, config.engine_worker_queue_port
         try:
@@ -55,8 +57,8 @@ def start_transfer(loop: EngineLoop, config: Config, wake: Callable[[], None]) -
     elif role == DECODE:
         check_hosts(config)
         needs_device = config.kv_transfer == CUDA_IPC
-        size = len(access.read_block(0))
-        pulled = PulledBlocks(access.write_block, size, identity(config), device, needs_device)
+        layout = BlockLayout.of(model)
+        pulled = PulledBlocks(access.write_block, layout.block_bytes, identity(config), device, needs_device, layout)
         client = PrefillClient(config.prefill_addresses, pulled, config.peer_token, lambda host: tls_of(config, host))
         refusals = client.refusals(ANSWER_WITHIN_S)
         if (
@@ -73,24 +75,24 @@ def device_of(config: Config, access: BlockAccess) -> DeviceBlocks | None:
     return cast(DeviceBlocks, access) if config.device != CPU and config.kv_transfer != TCP else None
 
 
-def shared_by(config: Config, device: DeviceBlocks | None) -> tuple[Any, ...]:
-    """Return the last fields of `ServedBlocks`. Raises ConfigError if KV_TRANSFER needs what the GPU does not
+def shared_by(config: Config, device: DeviceBlocks | None) -> tuple[Digests | None, Sequence[SharedCaches]]:
+    """Return `digests` and `shared` of `ServedBlocks`. Raises ConfigError if KV_TRANSFER needs what the GPU does not
     support."""
     if device is None:
-        return ()
+        return None, ()
     try:
         return device.digests, device.share()
     except OSError as error:
         if config.kv_transfer == CUDA_IPC:
             raise ConfigError(f"KV_TRANSFER is {CUDA_IPC}, but the KV cache cannot be shared: {error}") from None
         log.info("blocks are sent over TCP, because the KV cache cannot be shared: %s", error)
-        return ()
+        return None, ()
 
 
 def identity(config: Config) -> Mapping[str, str]:
     """Return what two instances must have in common for their blocks to be equal: to the last bit on CPUs and with
-    BATCH_INVARIANT=1. `config` has a device."""
-    model = model_hash(config.graph_path)
+    BATCH_INVARIANT=1, if the numbers of ranks are equal as well. `config` has a device."""
+    model = model_hash_of_any_ranks(config.graph_path)
     return {"protocol version": str(PROTOCOL), "model (hash)": model, "device (DEVICE, CPU_ISA)": _arithmetic(config)}
 
 

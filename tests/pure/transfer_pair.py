@@ -79,10 +79,10 @@ class Link:
             sink.shutdown(socket.SHUT_RDWR)
 
 
-def a_loop(graph_dir, num_blocks=NUM_BLOCKS):
+def a_loop(graph_dir, num_blocks=NUM_BLOCKS, **settings):
     """Return an engine loop with an executor of its own."""
-    config = Config(max_dec_len=64, max_num_batched_tokens=64, batch_size=16)
-    executor = make_executor(graph_dir, config)
+    config = Config(max_dec_len=64, max_num_batched_tokens=64, batch_size=16, **settings)
+    executor = make_executor(graph_dir, config, owns_process=False)
     executor.allocate(num_blocks)
     return EngineLoop(executor, num_blocks, config)
 
@@ -123,20 +123,21 @@ def answers_of_one(loop, requests):
     return answers
 
 
-def serve(loop, tls=None, shares=False):
+def serve(loop, tls=None, shares=False, layout=None):
     """Make `loop` that of a prefill instance and return its server. With `shares`, its blocks can be copied from its
-    device."""
+    device. With a `layout`, its number of ranks may be another one."""
     loop.jobs, access = PrefillJobs(loop.scheduler), loop.executor.blocks()
     shared = (access.digests, access.share()) if shares else ()
-    served = ServedBlocks(loop.jobs, access.read_block, IDENTITY, VOCAB_SIZE, 4096, *shared)
+    served = ServedBlocks(loop.jobs, access.read_block, IDENTITY, VOCAB_SIZE, 4096, *shared, layout=layout)
     return PrefillServer(("127.0.0.1", 0), served, TOKEN, tls)
 
 
 def connect(loop, port, identity=None, token=TOKEN, tls=lambda host: None, **device):
     """Make `loop` that of a decode instance, connected to the prefill instance at this port. Return its client.
     `device` are further fields of PulledBlocks."""
-    access = loop.executor.blocks()
-    pulled = PulledBlocks(access.write_block, len(access.read_block(0)), identity or IDENTITY, **device)
+    access, layout = loop.executor.blocks(), device.get("layout")
+    size = layout.block_bytes if layout else len(access.read_block(0))
+    pulled = PulledBlocks(access.write_block, size, identity or IDENTITY, **device)
     client = PrefillClient([("127.0.0.1", port)], pulled, token, tls)
     loop.remote = RemotePrefill(loop.scheduler, client, min_tokens=32)
     return client
