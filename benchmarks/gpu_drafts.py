@@ -31,7 +31,7 @@ from engine.executors.draft_policy import DraftPolicy
 from engine.executors.draft_slots import SlotSizes
 from engine.executors.drafting import DraftingExecutor, with_drafts
 from engine.executors.memory import allocate_cache
-from engine.executors.model_drafts import ModelDrafts
+from engine.executors.model_drafts import DraftRow, ModelDrafts
 from engine.executors.mtp_drafts import MtpDrafts
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
@@ -93,22 +93,28 @@ class Accepting:
         return getattr(self._executor, name)
 
     def launch(self, batch: Batch) -> AcceptingStep:
-        return AcceptingStep(self._executor.launch(batch), batch, self._rng, self._acceptance)
+        return AcceptingStep(self, self._executor.launch(batch), batch)
+
+    def wait(self, step: Step) -> StepOutput:
+        return step.result()
+
+    def right(self, num_drafts: int) -> int:
+        """Return how many of the first drafts count as accepted."""
+        return int(np.argmax([*(self._rng.random(num_drafts) >= self._acceptance), True]))
 
 
 class AcceptingStep:
     """A launched step of `Accepting`."""
 
-    def __init__(self, step: Step, batch: Batch, rng: np.random.Generator, acceptance: float):
-        self._step, self._batch, self._rng, self._acceptance = step, batch, rng, acceptance
+    def __init__(self, executor: Accepting, step: Step, batch: Batch):
+        self._executor, self._step, self._batch = executor, step, batch
 
     def result(self) -> StepOutput:
-        output = self._step.result()
+        output = self._executor.wait(self._step)
         sampled, token_ids = [row for row in self._batch.rows if row.num_sampled], []
         for row, tokens in zip(sampled, output.token_ids, strict=True):
             drafts = list(row.token_ids)[len(row.token_ids) - row.num_sampled + 1 :]
-            is_wrong = self._rng.random(len(drafts)) >= self._acceptance
-            token_ids.append([*drafts[: int(np.argmax([*is_wrong, True]))], tokens[0]])
+            token_ids.append([*drafts[: self._executor.right(len(drafts))], tokens[0]])
         return output._replace(token_ids=token_ids)
 
 
@@ -170,16 +176,16 @@ def measure(executor: Executor, num_blocks: int, config: Config, count: int, con
     while len(seen) < count:
         seen |= {update.request.request_id for update in loop.step()}
     generate(loop, WARM_UP * count)
-    source, names = getattr(executor, "_source", None), ("drafts", "read", "note", "keep")
-    timed = {name: Timed(getattr(source, name)) for name in names if source}
-    for name, function in timed.items():
-        setattr(source, name, function)
+    parts = parts_of(executor)
+    timed = {part: Timed(getattr(owner, name)) for part, (owner, name) in parts.items()}
+    for part, (owner, name) in parts.items():
+        setattr(owner, name, timed[part])
     torch.cuda.synchronize()
     began = time.perf_counter()
     num_tokens, num_steps = generate(loop, MEASURED * count)
-    seconds, drafting_s = time.perf_counter() - began, sum(function.seconds for function in timed.values())
-    for name in timed:
-        delattr(source, name)
+    seconds = time.perf_counter() - began
+    for owner, name in parts.values():
+        delattr(owner, name)
     for number in range(count):
         loop.drop(str(number))
     while not loop.is_idle:
@@ -187,9 +193,22 @@ def measure(executor: Executor, num_blocks: int, config: Config, count: int, con
     return {
         "tok_s": num_tokens / seconds,
         "step_ms": 1e3 * seconds / num_steps,
-        "draft_ms": 1e3 * drafting_s / num_steps,
         "tokens": num_tokens / num_steps / count,
+        **{f"{part}_ms": 1e3 * function.seconds / num_steps for part, function in timed.items()},
     }
+
+
+def parts_of(executor: Any) -> dict[str, tuple[Any, str]]:
+    """Return the calls of a step with drafts whose times are measured, as object and method: `drafts` contains `run`,
+    which contains `submit`, so the rest of `run` is nearly all spent waiting for the draft model. `launch` and `wait`
+    are those of the step that verifies."""
+    source = getattr(executor, "_source", None)
+    if source is None:
+        return {}
+    model, accepting = source._model, executor._executor
+    parts = {"drafts": (source, "drafts"), "run": (model, "run"), "submit": (model._graphs, "launch")}
+    parts |= {"launch": (accepting, "launch"), "wait": (accepting, "wait")}
+    return parts | {name: (source, name) for name in ("read", "note", "keep")}
 
 
 def generate(loop: EngineLoop, num_wanted: int) -> tuple[int, int]:
@@ -218,6 +237,22 @@ def graph_ms(executor: CudaExecutor, num_rows: int, num_tokens: int, context: in
         if number == 5:
             begin.record()
         executor._graphs.replay(inputs, shape)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 20
+
+
+def draft_graph_ms(source: ModelDrafts, num_rows: int, num_drafts: int, context: int) -> float:
+    """Return the time of a run of the draft model behind a step with accepted drafts, without what the host does
+    between runs."""
+    model: Any = source._model
+    rows = [DraftRow(slot, context, [100, 101], True, 1) for slot in range(num_rows)]
+    inputs, sampling = model._inputs(rows, num_drafts), model._slots.sampling_rows(rows)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(25):
+        if number == 5:
+            begin.record()
+        model._graphs.launch(inputs, sampling, num_drafts)
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 20
@@ -268,7 +303,11 @@ def main() -> None:
         decode_ms, verify_ms = (
             graph_ms(executor, count, num_tokens, args.context + 200) for num_tokens in (1, args.drafts + 1)
         )
-        print(f"{count:3} x the graph alone: {decode_ms:.2f} ms, with drafts {verify_ms:.2f} ms", flush=True)
+        run_ms = draft_graph_ms(source, count, args.drafts, args.context + 200)
+        print(
+            f"{count:3} x the graph alone: {decode_ms:.3f} ms, with drafts {verify_ms:.3f}, drafting {run_ms:.3f}",
+            flush=True,
+        )
         cases: dict[str, tuple[Executor, Config]] = {"without": (executor, config)}
         for name, policy in (("all", None), ("policy", DraftPolicy())):
             made = DraftingExecutor(accepting, args.drafts, source, policy)
@@ -282,7 +321,8 @@ def main() -> None:
             rows.append({"requests": count, "drafts": name, **row, "ratio": row["tok_s"] / off})
             print(
                 f"{count:3} x {name:8}{row['tok_s']:9.0f} tok/s {row['tok_s'] / off:5.2f} x, step {row['step_ms']:6.2f}"
-                f" ms, of it drafting {row['draft_ms']:5.2f}, {row['tokens']:.2f} tokens a row",
+                f" ms, {row['tokens']:.2f} tokens a row",
+                *(f"{name} {number:.3f}" for name, number in row.items() if name[:-3] in parts_of(each)),
                 flush=True,
             )
     print(json.dumps({"device": torch.cuda.get_device_name(), "method": args.method, "rows": rows}))
