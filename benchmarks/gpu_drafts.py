@@ -39,7 +39,7 @@ from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
 
 FOLDER, MAX_SEQ_LEN = Path("build/bench"), 8192
-WARM_UP, MEASURED, LEARNING = 128, 192, 320  # tokens of each request
+WARM_UP, MEASURED, LEARNING = 128, 512, 320  # tokens of each request
 HEAD = LLAMA3 | {
     "hidden_size": 4096,
     "intermediate_size": 14336,

@@ -10,14 +10,19 @@ from collections.abc import Callable, Sequence
 from engine.core.types import Row, StepOutput
 
 PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # assumed share of right first drafts, as if it had been seen so often
-DECAY = 0.97  # of the weight of earlier drafts, for each new one
-GROWTH = 0.25  # assumed growth of a step's time when its tokens double, as long as it is not measured
+ANY_LEVEL, LEVEL_WEIGHT = -1, 4.0  # the share of all levels is assumed for each, as if it had been seen so often
+DECAY = 0.998  # of the weight of earlier drafts, for each new one
+AGING = 0.998  # of the weight of all drafts, for each step: positions that get no drafts are tried again
+# Assumed growth of a step's time when its tokens double, as long as it is not measured. On a device that runs ahead,
+# all steps with drafts cost more than those of a rest, so nothing follows from few drafts for many: they are tried.
+GROWTH, AHEAD_GROWTH = 0.25, 0.0
 NUM_TRUSTED = 3  # measurements of a step time that are needed to rely on it
 MIN_GAIN = 1.03  # expected ratio of token rates from which drafts are verified
-LOSS_SHARE = 0.004  # of the time of all steps that drafts may cost
+RICH_MIN_GAIN = 0.95  # the same as long as the balance is high, on a device that runs ahead
+LOSS_SHARE = 0.006  # of the time of all steps that drafts may cost
 MAX_BALANCE = 20.0  # steps without drafts whose time earlier gains may be spent on
 MAX_SPIKE = 1.5  # of an unusually slow step, in its usual time, that counts
-CREDIT = 6.0  # of these steps, at the start, for each number of rows
+CREDIT = 9.0  # of these steps, at the start, for each number of rows
 LEAST_PROBABILITY = 0.05  # of drafts that are considered
 MAX_IDLE = 64  # steps after which drafts are tried again, although they do not seem to pay
 # Time that drafting adds to a step even if nothing is drafted, and the share of the time of all steps that it may take.
@@ -41,17 +46,24 @@ class Acceptance:
     def record(self, level: int, num_right: int, num_judged: int) -> None:
         """Count drafts of one row: the first `num_right` of them, and then a wrong one if more have been judged."""
         for position in range(min(num_right + 1, num_judged)):
-            counts = self._counts[level, position]
-            counts[0] = DECAY * counts[0] + (position < num_right)
-            counts[1] = DECAY * counts[1] + 1
+            for counts in (self._counts[level, position], self._counts[ANY_LEVEL, position]):
+                counts[0] = DECAY * counts[0] + (position < num_right)
+                counts[1] = DECAY * counts[1] + 1
+
+    def age(self) -> None:
+        """Give all counts less weight, because a step has been computed since."""
+        for counts in self._counts.values():
+            counts[0] *= AGING
+            counts[1] *= AGING
 
     def expected(self, level: int, num_drafts: int) -> list[float]:
         """Return, for each of the drafts, the probability that it and those before it are right."""
         probabilities, product, share = [], 1.0, PRIOR
         for position in range(num_drafts):
-            right, judged = self._counts[level, position]
+            right, judged = self._counts[ANY_LEVEL, position]
             share = (right + share * PRIOR_WEIGHT) / (judged + PRIOR_WEIGHT)  # as at the position before, unless seen
-            product *= share
+            right, judged = self._counts[level, position]
+            product *= (right + share * LEVEL_WEIGHT) / (judged + LEVEL_WEIGHT)
             probabilities.append(product)
         return probabilities
 
@@ -59,8 +71,8 @@ class Acceptance:
 class StepTimes:
     """Times of decode steps with one number of rows, as a function of the tokens beyond one for each row."""
 
-    def __init__(self, num_rows: int):
-        self._num_rows = num_rows
+    def __init__(self, num_rows: int, growth: float = GROWTH):
+        self._num_rows, self._growth = num_rows, growth
         self.has_credit = False  # the policy has added it to its balance
         self._scale = 1.0  # follows slow changes that concern all numbers of tokens, such as longer contexts
         self._seconds: dict[int, float] = {}  # in units of the scale
@@ -68,7 +80,7 @@ class StepTimes:
         self._known: list[int] = []  # sorted numbers of tokens whose times are relied on
 
     def observe(self, num_extra: int, seconds: float) -> None:
-        num_extra = _rounded(num_extra)
+        num_extra = rounded(num_extra)
         seen = self._num_seen[num_extra] = self._num_seen[num_extra] + 1
         if seen == 1:
             self._seconds[num_extra] = seconds / self._scale
@@ -85,7 +97,7 @@ class StepTimes:
             self._scale *= 1 + (ratio - 1) * 0.15
 
     def is_trusted(self, num_extra: int) -> bool:
-        return self._num_seen[_rounded(num_extra)] >= NUM_TRUSTED
+        return self._num_seen[rounded(num_extra)] >= NUM_TRUSTED
 
     def seconds(self, num_extra: int) -> float:
         """Return the expected time of a step. Between measured numbers of tokens it is interpolated."""
@@ -97,7 +109,7 @@ class StepTimes:
             return self._scale * self._seconds[num_extra]
         low = known[max(place - 1, 0)]
         if place == len(known):
-            slope = GROWTH * self._seconds[low] / self._num_rows
+            slope = self._growth * self._seconds[low] / self._num_rows
             if low and 0 in self._seconds:
                 slope = max(0.0, self._seconds[low] - self._seconds[0]) / low
         else:
@@ -106,7 +118,7 @@ class StepTimes:
         return self._scale * (self._seconds[low] + slope * (num_extra - low))
 
 
-def _rounded(number: int) -> int:
+def rounded(number: int) -> int:
     """Return a number of at most four significant bits, so that similar ones are measured together."""
     shift = max(0, number.bit_length() - 4)
     return number >> shift << shift
@@ -148,11 +160,15 @@ class DraftPolicy:
     def rest(self, seconds: float, rows: Sequence[Row] = ()) -> None:
         """Note a step that was computed while the policy rests, and its time, which counts on a device that runs
         ahead."""
+        self.acceptance.age()
         self._num_rested += 1
         self._balance_s += LOSS_SHARE * seconds
         if self._balance_s > 0 or not self.is_ahead:
             self._num_left_to_rest = max(self._num_left_to_rest - 1, 0)
         num_rows, _ = _tokens_of(rows)
+        if self.is_ahead and self._num_rested == 1 and num_rows == len(rows):  # It has waited for the step before.
+            base_s = self._times_of(num_rows).seconds(0)
+            self._balance_s -= min(max(seconds - base_s, 0.0), base_s)
         if not self.is_ahead or self._num_rested <= NUM_UNSETTLED:
             return
         if num_rows < len(rows):
@@ -176,15 +192,17 @@ class DraftPolicy:
         if not offers or not times.is_trusted(num_extra) or self._balance_s <= 0 or is_base_due:
             return counts
         probable = self._sorted(offers)
-        best, num_chosen, expected, depth = MIN_GAIN * num_rows / base_s, 0, float(num_rows), 0
+        min_gain = RICH_MIN_GAIN if self._is_rich(base_s) else MIN_GAIN
+        best, num_chosen, expected, depth = min_gain * num_rows / base_s, 0, float(num_rows), 0
         for number, (probability, _, position) in enumerate(probable, 1):
             expected, depth = expected + probability, max(depth, position + 1)
             rate = expected / (times.seconds(num_extra + number) + draft_s(depth))
             if rate > best:
                 best, num_chosen = rate, number
         max_idle = AHEAD_MAX_IDLE if self.is_ahead else MAX_IDLE
-        if not num_chosen and self._num_idle >= max_idle and self._balance_s > times.seconds(num_extra + 1) - base_s:
-            num_chosen = 1  # The times may have changed.
+        if not num_chosen and self._num_idle >= max_idle:  # The times or the acceptance may have changed.
+            num_tried = len(probable) if self.is_ahead else 1
+            num_chosen = num_tried * (self._balance_s > times.seconds(num_extra + num_tried) - base_s)
         for _, index, _ in probable[:num_chosen]:
             counts[index] += 1
         return counts
@@ -227,6 +245,7 @@ class DraftPolicy:
         """Learn from a decode step: its rows, its other tokens, how many tokens it has sampled, and the times of the
         step and of drafting. Return the time that drafts have saved by estimate."""
         seconds, draft_s = times_s
+        self.acceptance.age()
         times = self._times_of(num_rows)
         if self.is_ahead and not num_extra:
             return self._observe_probe(num_rows, seconds + draft_s)
@@ -236,7 +255,7 @@ class DraftPolicy:
         # A process that takes the CPU for a while must not decide whether drafts pay.
         saved_s = -min(draft_s, 2 * base_s)
         if num_extra and times.is_trusted(0):
-            drafting = self._draft_times[_rounded(num_rows)]
+            drafting = self._draft_times[rounded(num_rows)]
             drafting.observe(num_extra, max(draft_s, 1e-7))
             saved_s = -min(draft_s, MAX_SPIKE * drafting.seconds(num_extra))
             saved_s += num_sampled / num_rows * base_s - min(seconds, MAX_SPIKE * times.seconds(num_extra))
@@ -263,12 +282,17 @@ class DraftPolicy:
         base_s, is_measured = times.seconds(0), times.is_trusted(0)
         saved_s = max(min(base_s - seconds, 0.0), -base_s) if is_measured else 0.0
         self._balance_s = max(self._balance_s + LOSS_SHARE * seconds + saved_s, -2 * MAX_BALANCE * base_s)
-        is_short = not is_measured or self._num_busy >= AHEAD_BASE_INTERVAL
+        is_short = not is_measured or self._num_busy >= AHEAD_BASE_INTERVAL or self._is_rich(base_s)
         self._num_idle, self._num_busy = self._num_idle + 1, 0
         if not self._num_left_to_rest:
             self._num_rows_at_rest = num_rows
             self._num_left_to_rest = NUM_UNSETTLED + NUM_MEASURED if is_short else REST
         return saved_s
+
+    def _is_rich(self, base_s: float) -> bool:
+        """Return whether earlier drafts have saved so much that it is better to go on for a while if the acceptance
+        seems to have become low: only further drafts tell whether it has, and a rest takes many steps."""
+        return self.is_ahead and self._balance_s > MAX_BALANCE / 2 * base_s
 
     def observe_beside_prompts(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that has also computed prompts."""
@@ -276,14 +300,16 @@ class DraftPolicy:
         self._prompt_token_s += (token_s - self._prompt_token_s) * (0.1 if self._prompt_token_s else 1)
 
     def _times_of(self, num_rows: int) -> StepTimes:
-        return self._times.setdefault(_rounded(num_rows), StepTimes(num_rows))
+        growth = AHEAD_GROWTH if self.is_ahead else GROWTH
+        return self._times.setdefault(rounded(num_rows), StepTimes(num_rows, growth))
 
     def _sorted(self, offers: Sequence[Offer]) -> list[tuple[float, int, int]]:
         """Return probability, offer and position of all drafts, the most probable first."""
+        expected = {offer: self.acceptance.expected(*offer) for offer in set(offers)}
         probable = [
             (probability, index, position)
             for index, offer in enumerate(offers)
-            for position, probability in enumerate(self.acceptance.expected(*offer))
+            for position, probability in enumerate(expected[offer])
             if probability > LEAST_PROBABILITY
         ]
         return sorted(probable, key=lambda each: (-each[0], each[2]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -133,9 +134,8 @@ class ModelDrafts:
         """Return the wishes with the numbers of drafts that the policy chooses. Beside prompts there are none."""
         if any(len(row.token_ids) > row.num_sampled for row in rows):
             return []
-        run_s = self._costs.run_s(len(wishes))
         levels = [(_level(slots[wish.slot]), wish.num_drafts) for wish in wishes]
-        counts = policy.choose_for(rows, levels, lambda depth: depth * run_s)
+        counts = policy.choose_for(rows, levels, partial(self._costs.run_s, len(wishes)))
         return [wish._replace(num_drafts=count) for wish, count in zip(wishes, counts, strict=True) if count]
 
     def _make(self, wishes: Sequence[Wish], step_s: float) -> list[tuple[Wish, list[int]]]:
@@ -190,9 +190,7 @@ class ModelDrafts:
         tokens = self._model.run(rows, num_drafts)
         seconds, depth = time.perf_counter() - began, len(tokens[0]) if tokens else 1
         num_read = sum(len(row.token_ids) for row in rows if len(row.token_ids) > SHORT)
-        # A run that also reads prompts samples its further tokens in the usual time.
-        seconds = seconds - (depth - 1) * self._costs.run_s(len(tokens)) if num_read else seconds / depth
-        self.invested_s += self._costs.observe(len(tokens), num_read, seconds)
+        self.invested_s += self._costs.observe(len(tokens), num_read, seconds, depth)
         return tokens
 
 
