@@ -21,7 +21,7 @@ class FamilySupport:
 
     model_type: str
     models: str
-    devices: Sequence[str] = (RUN, RUN, RUN, NOT_RUN)
+    devices: Sequence[str] = (RUN,) * 4
     has_int8_cache: bool = True  # USE_CACHE_KV_INT8 is supported
 
     @property
@@ -40,15 +40,15 @@ class PrecisionSupport:
     stored: str
     setting: str
     option: tuple[str, object]
-    devices: Sequence[str] = (RUN, RUN, RUN, NOT_RUN)
+    devices: Sequence[str] = (RUN,) * 4
 
 
-EVERYWHERE = (RUN,) * 4
+IMAGES_NOT_RUN = (RUN, RUN, RUN, NOT_RUN)
 FAMILIES = (
-    FamilySupport("llama", "Llama 1, 2, 3.x, and models of the same network", EVERYWHERE),
+    FamilySupport("llama", "Llama 1, 2, 3.x, and models of the same network"),
     FamilySupport("mistral", "Mistral 7B, Nemo, Small; with or without a sliding window"),
     FamilySupport("ministral", "Ministral 8B"),
-    FamilySupport("qwen2", "Qwen2, Qwen2.5; with or without a sliding window", EVERYWHERE),
+    FamilySupport("qwen2", "Qwen2, Qwen2.5; with or without a sliding window"),
     FamilySupport("qwen3", "Qwen3, dense models"),
     FamilySupport("ernie4_5", "ERNIE 4.5, dense models (0.3B)"),
     FamilySupport("exaone4", "EXAONE 4"),
@@ -71,29 +71,29 @@ FAMILIES = (
     FamilySupport("qwen3_5_moe", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B)"),
     FamilySupport("qwen3_5_moe_text", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B)"),
     FamilySupport("qwen3_next", "Qwen3-Next, Qwen3-Coder-Next"),
-    FamilySupport("deepseek_v2", "DeepSeek V2", EVERYWHERE, has_int8_cache=False),
+    FamilySupport("deepseek_v2", "DeepSeek V2", has_int8_cache=False),
     FamilySupport("deepseek_v3", "DeepSeek V3, V3.1, R1", has_int8_cache=False),
     FamilySupport("kimi_k2", "Kimi K2", has_int8_cache=False),
     FamilySupport("glm4_moe_lite", "GLM-4.7-Flash", has_int8_cache=False),
     FamilySupport("mistral4", "Mistral Small 4, text-only checkpoints", has_int8_cache=False),
     FamilySupport("mixtral", "Mixtral 8x7B, 8x22B"),
     FamilySupport("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B"),
-    FamilySupport("qwen3_moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", EVERYWHERE),
+    FamilySupport("qwen3_moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"),
     FamilySupport("olmoe", "OLMoE"),
     FamilySupport("ernie4_5_moe", "ERNIE 4.5 with experts (21B-A3B, 300B-A47B)"),
-    FamilySupport("gpt_oss", "gpt-oss; MXFP4 is converted to another format", EVERYWHERE),
+    FamilySupport("gpt_oss", "gpt-oss; MXFP4 is converted to another format"),
     FamilySupport("glm4_moe", "GLM-4.5, GLM-4.6"),
     FamilySupport("dots1", "dots.llm1"),
     FamilySupport("minimax_m2", "MiniMax-M2"),
     FamilySupport("granitemoe", "Granite 3 with experts"),
-    FamilySupport("paddleocr_vl", "PaddleOCR-VL (0.9B)"),
-    FamilySupport("qwen2_5_vl", "Qwen2.5-VL"),
-    FamilySupport("qwen3_vl", "Qwen3-VL, dense models"),
-    FamilySupport("qwen3_vl_moe", "Qwen3-VL with experts (30B-A3B, 235B-A22B)"),
+    FamilySupport("paddleocr_vl", "PaddleOCR-VL (0.9B)", IMAGES_NOT_RUN),
+    FamilySupport("qwen2_5_vl", "Qwen2.5-VL", IMAGES_NOT_RUN),
+    FamilySupport("qwen3_vl", "Qwen3-VL, dense models", IMAGES_NOT_RUN),
+    FamilySupport("qwen3_vl_moe", "Qwen3-VL with experts (30B-A3B, 235B-A22B)", IMAGES_NOT_RUN),
 )
 PRECISIONS = (
-    PrecisionSupport("32-bit float", "DTYPE=float32", ("dtype", "float32"), EVERYWHERE),
-    PrecisionSupport("bfloat16", "DTYPE=bfloat16", ("dtype", "bfloat16"), EVERYWHERE),
+    PrecisionSupport("32-bit float", "DTYPE=float32", ("dtype", "float32")),
+    PrecisionSupport("bfloat16", "DTYPE=bfloat16", ("dtype", "bfloat16")),
     PrecisionSupport("float16", "DTYPE=float16", ("dtype", "float16"), (REFUSED, REFUSED, RUN, REFUSED)),
     PrecisionSupport("8-bit integer", "QUANT_TYPE=weight_only_int8", ("quant_type", "weight_only_int8")),
     PrecisionSupport("8-bit integer, activations too", "QUANT_TYPE=a8w8", ("quant_type", "a8w8")),

@@ -110,13 +110,13 @@ def median_error(found, expected):
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
 @pytest.mark.parametrize("options", [{}, BY_EXPERTS], ids=["width", "experts"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
-def test_log_probabilities_in_16_bits_are_those_of_one_rank(loop_of, exported, device, family, options):  # noqa: PLR0913
+def test_two_ranks_in_16_bits_are_as_near_to_32_bits_as_one_is(loop_of, exported, device, family, options):  # noqa: PLR0913
     """Compare the median: where the scores of two experts are nearly equal, rounding decides which one is chosen."""
     with np.load(ROOT / f"tests/golden/families/{family}.npz") as known:
         prompts = [known[f"prompt_{n}"].tolist() for n in (1, 24, 127, 200)]
-    expected = likeliest(a_loop(exported(family, "bfloat16"), device), prompts)
-    loop = loop_of(family, options={"dtype": "bfloat16", **options}, max_num_batched_tokens=150)
-    assert median_error(likeliest(loop, prompts), expected) < 2e-2
+    exact, one = (likeliest(a_loop(exported(family, dtype), device), prompts) for dtype in ("float32", "bfloat16"))
+    two = loop_of(family, options={"dtype": "bfloat16", **options}, max_num_batched_tokens=150)
+    assert median_error(likeliest(two, prompts), exact) < 1.5 * median_error(one, exact)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="takes minutes with the interpreter")

@@ -255,14 +255,19 @@ def test_every_step_of_the_decode_instance_is_a_captured_decode_step(model, loop
 def test_a_prompt_is_computed_here_when_the_prefill_instance_is_killed_during_the_transfer(model, loop_of, shares):
     expected = answers_of_one(loop_of(model("qwen2")), [(LONG, FEW)])
     for num_pulled in (1, 10, 30):
-        decode = loop_of(model("qwen2"))
-        with Prefill(model("qwen2"), decode, shares, max_num_batched_tokens=32) as prefill:
-            with killed_after(prefill, num_pulled):
-                assert answers_of_one(decode, [(LONG, FEW)]) == expected
-        counters = decode.remote.counters
+        # All blocks may have arrived when the process dies, so this is tried again.
+        counters, num_tries = remote_prefill.PullCounters(), 0
+        while not counters.num_remote_prefill_failures:
+            num_tries += 1
+            assert num_tries <= 20
+            decode = loop_of(model("qwen2"))
+            with Prefill(model("qwen2"), decode, shares, max_num_batched_tokens=32) as prefill:
+                with killed_after(prefill, num_pulled):
+                    assert answers_of_one(decode, [(LONG, FEW)]) == expected
+            counters = decode.remote.counters
+            decode.scheduler.check()
         assert counters.num_remote_prefills == counters.num_remote_prefill_failures == 1
         assert num_pulled <= counters.num_pulled_blocks < len(LONG) // 16
-        decode.scheduler.check()
 
 
 @contextlib.contextmanager

@@ -7,11 +7,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
 from engine.core.loop import EngineLoop  # noqa: E402
+from engine.executors import make_host  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.cuda.vision import QueryTiles, query_tiles  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 from tests.cuda.arrays import Ops, array, assert_close, distance, floats, tensor  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.images import MODEL_TYPES, PROMPTS  # noqa: E402
 from tests.pure.images.test_image_models import a_request, answers_of, golden  # noqa: E402
 from tests.pure.ops.test_vision import SHAPES, attention_inputs  # noqa: E402
@@ -72,13 +74,18 @@ def test_a_model_that_takes_text_only_loads_no_tower(device, exported):
     executor.close()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_answers_are_those_of_transformers(family, device, exported):
+def test_answers_are_those_of_transformers(family, num_ranks, exported, request):
     """All prompts at once, then in chunks that end inside images."""
-    expected, settings = golden(family), {"batch_size": 4, "block_ratio": 0.99}
+    device = request.getfixturevalue("device" if num_ranks == 1 else "two_devices")
+    if num_ranks == 2 and IS_INTERPRETED:
+        pytest.skip("takes minutes with the interpreter")
+    expected, settings = golden(family), {"batch_size": 4, "block_ratio": 0.99, "mp_num": num_ranks, "device": "gpu"}
+    graph_dir = exported(family, **{"num_ranks": 2} if num_ranks == 2 else {}, block_size=16)
     for sizes in ({}, {"max_num_batched_tokens": 5}):
         config = Config(**settings, **sizes)
-        executor = CudaExecutor(exported(family, block_size=16), config, device=device.type)
+        executor = CudaExecutor(graph_dir, config, device.type) if num_ranks == 1 else make_host(graph_dir, config)
         executor.allocate(100)
         found = answers_of(EngineLoop(executor, 100, config), [a_request(family, n) for n in range(len(PROMPTS))])
         for number in range(len(PROMPTS)):
