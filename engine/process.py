@@ -47,7 +47,7 @@ def main() -> NoReturn:
     if config.splitwise_role != MIXED:
         from engine.transfer.start import start_transfer
 
-        start_transfer(loop, config, server.waker())
+        start_transfer(loop, config, server.waker(), server.on_first_tokens)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.close())
     pool = loop.scheduler.pool

@@ -50,10 +50,16 @@ def prefill_request(name: str, token_ids: Sequence[int], salt: str, queue_positi
 
 
 class PrefillJobs:
-    """Jobs of all decode instances. `begin` and `end` may be called in any thread, all else in the engine's."""
+    """Jobs of all decode instances. `begin` and `end` may be called in any thread, all else in the engine's.
+    `on_first_prompt` is called when the first prompt is computed."""
 
-    def __init__(self, scheduler: Scheduler, wake: Callable[[], None] = lambda: None):
-        self._scheduler, self._wake = scheduler, wake
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        wake: Callable[[], None] = lambda: None,
+        on_first_prompt: Callable[[], None] = lambda: None,
+    ):
+        self._scheduler, self._wake, self._on_first_prompt = scheduler, wake, on_first_prompt
         self._jobs: dict[str, PrefillJob] = {}
         self._begun: deque[PrefillJob] = deque()
         self._ended: deque[PrefillJob] = deque()
@@ -96,6 +102,8 @@ class PrefillJobs:
                 continue
             job.is_computed = True
             self.num_computed += 1
+            if self.num_computed == 1:
+                self._on_first_prompt()
             if update.finish_reason == FAILED or len(job.block_ids) < len(job.keys):
                 job.answerer.failed(job, str(update.error or "some blocks are not in the prefix cache"))
         return others

@@ -31,14 +31,17 @@ log = logging.getLogger(__name__)
 ANSWER_WITHIN_S = 0.8  # prefill instances that refuse end the start; those that answer later are connected later
 
 
-def start_transfer(loop: EngineLoop, config: Config, wake: Callable[[], None]) -> None:
-    """Connect the loop with other instances. `wake` is called when a job arrives. Raises ConfigError."""
+def start_transfer(
+    loop: EngineLoop, config: Config, wake: Callable[[], None], on_first_prompt: Callable[[], None] = lambda: None
+) -> None:
+    """Connect the loop with other instances. `wake` is called when a job arrives, `on_first_prompt` when the first
+    prompt of a decode instance is computed. Raises ConfigError."""
     role, config = config.splitwise_role, with_device(config)
     access: BlockAccess = loop.executor.blocks()  # type: ignore[attr-defined]
     device = device_of(config, access)
     model = Manifest.read(config.graph_path)
     if role == PREFILL:
-        loop.jobs = PrefillJobs(loop.scheduler, wake)
+        loop.jobs = PrefillJobs(loop.scheduler, wake, on_first_prompt)
         served = ServedBlocks(
             loop.jobs,
             access.read_block,

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from engine.settings.processes import ENGINE_PROGRESS_FILE
 from tests.patience import wait_until
 from tests.server import a_server, free_ports, running_server, state_of
 from tests.triton.asking import get, health_of, post, settled, stream_lines
@@ -87,7 +88,7 @@ def assert_no_blocks_are_held(servers):
 
 
 def test_answers_are_those_of_a_mixed_server_and_prompts_are_computed_elsewhere(instances, tmp_path):
-    _, decode = instances
+    prefill, decode = instances
     bodies = [{"text": a_prompt(i), "max_dec_len": 20, **case} for i, case in enumerate(CASES)]
     with ThreadPoolExecutor(len(bodies)) as pool:
         found = list(pool.map(lambda body: answer(decode, body), bodies))
@@ -96,6 +97,8 @@ def test_answers_are_those_of_a_mixed_server_and_prompts_are_computed_elsewhere(
     with running_server(tmp_path, SETTINGS) as mixed:
         assert [answer(mixed, body) for body in bodies] == found
     assert_no_blocks_are_held(instances)
+    # A prefill instance that was killed after this is started again at once.
+    assert (prefill.run_dir / ENGINE_PROGRESS_FILE).exists()
 
 
 def test_short_prompts_are_computed_where_they_are_answered(instances):

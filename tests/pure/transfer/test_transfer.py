@@ -322,9 +322,10 @@ def test_no_blocks_are_reserved_while_a_copy_waits_for_the_next_step():
 
 def test_blocks_are_announced_when_the_step_that_writes_them_has_ended():
     """The second chunk is launched ahead of the end of the first, and its blocks can be found from then on."""
-    ready, scheduler = [], a_scheduler()
+    ready, scheduler, computed = [], a_scheduler(), []
     answerer = SimpleNamespace(ready=lambda job, indices: ready.append(list(indices)))
-    jobs, request = PrefillJobs(scheduler), prefill_request("long", LONG[:129], "", ("", 0))
+    jobs = PrefillJobs(scheduler, on_first_prompt=lambda: computed.append(jobs.num_computed))
+    request = prefill_request("long", LONG[:129], "", ("", 0))
     jobs.begin(PrefillJob("long", request, scheduler.longest_prefix(request)[0], answerer))
     jobs.poll()
     for _ in range(2):
@@ -332,8 +333,12 @@ def test_blocks_are_announced_when_the_step_that_writes_them_has_ended():
     jobs.take(scheduler.apply(StepOutput([], [])))
     assert request.num_published == 8
     assert not ready
+    assert not computed
     jobs.take(scheduler.apply(StepOutput([], [])))
     assert ready == [list(range(8))]
+    scheduler.next_batch()
+    jobs.take(scheduler.apply(StepOutput([], [])))
+    assert computed == [1]
 
 
 def test_a_request_that_is_alone_runs_if_there_is_no_block_for_a_copy_of_its_last_one():
