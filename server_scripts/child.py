@@ -57,6 +57,7 @@ class Child:
     started_at: float = 0.0
     healthy_since: float | None = None
     stopped_since: float | None = None  # first observation of the stop
+    has_served: bool = False  # one of its processes was healthy
     num_crashes: int = 0  # in a row
     restart_at: float | None = None  # None: running, not started yet, or given up
     exit_reason: str = ""  # how the last process ended
@@ -88,7 +89,7 @@ class Child:
         with self.spec.log_path.open("ab") as log:
             return subprocess.Popen(
                 self.spec.command,
-                env=self.spec.env,
+                env=self.spec.env | ({"ENGINE_IS_BACK": "1"} if self.has_served else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -158,6 +159,7 @@ class Child:
             self.process, self.healthy_since, self.restart_at = None, None, now + HOST_LOST_S
             self.exit_reason = "has lost another machine, and is going to wait for it"
             return False
+        self.has_served |= self.healthy_since is not None or self._has_progressed()
         is_healthy = self.healthy_since is not None and now - self.healthy_since >= HEALTHY_AFTER_S
         self._count_crash(is_healthy or self._has_progressed(), now)
         self.exit_reason = "has ended" if status is None else describe_exit(status)

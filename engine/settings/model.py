@@ -81,6 +81,7 @@ class Model:
         maximum=64,
     )
     engine_index: int = setting(0, "ENGINE_INDEX", "which of them a process is", minimum=0, internal=True)
+    engine_is_back: bool = setting(False, "ENGINE_IS_BACK", "it has served before and has ended", internal=True)
     mp_nnode: int = setting(
         1, "MP_NNODE", "machines that hold the model together; MP_NUM / MP_NNODE ranks each", minimum=1, maximum=16
     )

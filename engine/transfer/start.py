@@ -19,7 +19,6 @@ from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 from engine.settings.device import CPU, with_device
 from engine.settings.disaggregation import CUDA_IPC, DECODE, PREFILL, TCP
-from engine.settings.processes import ENGINE_PROGRESS_FILE
 from engine.settings.tls import server_context
 from engine.transfer.client import PrefillClient, PulledBlocks
 from engine.transfer.layout import BlockLayout
@@ -64,9 +63,7 @@ def start_transfer(
         pulled = PulledBlocks(access.write_block, layout.block_bytes, identity(config), device, needs_device, layout)
         client = PrefillClient(config.prefill_addresses, pulled, config.peer_token, lambda host: tls_of(config, host))
         refusals = client.refusals(ANSWER_WITHIN_S)
-        if (
-            refusals and not config.engine_path(ENGINE_PROGRESS_FILE, config.engine_index).exists()
-        ):  # else this is a restart
+        if refusals and not config.engine_is_back:  # an engine that has served before computes prompts itself
             raise ConfigError("; ".join(refusals))
         loop.remote = RemotePrefill(loop.scheduler, client, config.remote_prefill_min_tokens)
 

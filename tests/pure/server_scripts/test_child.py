@@ -59,6 +59,21 @@ def test_an_engine_that_has_computed_tokens_since_its_start_is_started_again_at_
         assert (child.restart_at <= time.monotonic()) == (number == 1)
 
 
+def test_a_process_learns_whether_one_before_it_has_served(tmp_path):
+    """A decode instance that is started again serves without prefill instances that refuse it by now."""
+    log, progress = tmp_path / "log", tmp_path / "progress"
+    child = Child(ChildSpec("engine", ["sh", "-c", "echo is back: $ENGINE_IS_BACK"], {}, log, progress_file=progress))
+    for has_progressed in (False, True, False):
+        child.start()
+        os.waitpid(child.process.pid, 0)
+        if has_progressed:
+            progress.touch()
+        child.has_ended(1)
+    child.start()
+    os.waitpid(child.process.pid, 0)
+    assert log.read_text() == "is back:\n" * 2 + "is back: 1\n" * 2
+
+
 @pytest.fixture
 def crash(tmp_path):
     """Return a function that ends an engine which was computing a single request, and returns the crashes that

@@ -13,10 +13,11 @@ from engine.core.prefill_jobs import PrefillJob, PrefillJobs, prefill_request
 from engine.core.remote_prefill import RemotePrefill
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request, Sampling, StepOutput
+from engine.errors import ConfigError
 from engine.settings.config import Config
 from engine.settings.tls import server_context
 from engine.transfer import client, messages
-from engine.transfer.start import tls_of
+from engine.transfer.start import start_transfer, tls_of
 from tests.patience import wait_until
 from tests.pure.transfer_pair import (
     VOCAB_SIZE,
@@ -235,6 +236,17 @@ def test_instances_with_another_model_or_other_keys_are_refused(graph_dir):
     [refusal] = connect(loop, server.port, token="guess").refusals(within_s=5)
     assert refusal.endswith("its API keys are others than those of the prefill instance")
     assert not other.is_ready
+
+
+def test_a_decode_instance_that_has_served_starts_again_when_it_is_refused(graph_dir, expected):
+    port = serve(a_loop(graph_dir)).port
+    settings = {"splitwise_role": "decode", "prefill_instances": f"127.0.0.1:{port}", "graph_dir": str(graph_dir)}
+    loop = a_loop(graph_dir)
+    with pytest.raises(ConfigError, match=f"the prefill instance 127.0.0.1:{port} refuses: its API keys are others"):
+        start_transfer(loop, Config(**settings), lambda: None)
+    start_transfer(loop, Config(**settings, engine_is_back=True), lambda: None)
+    assert answers_of_one(loop, [(LONG, FEW)])["0"] == expected
+    assert loop.remote.counters.num_remote_prefills == 0
 
 
 def test_blocks_are_pulled_through_tls(graph_dir, expected):
