@@ -20,17 +20,20 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.dtypes import to_bf16
+from engine.dtypes import latent_groups, to_bf16
 from engine.executors.cpu.program import large_pages
 from engine.ops import build, cpu
 from engine.ops.cpu.calls import Packed
-from engine.ops.reference import to_cached_int8
+from engine.ops.reference import latent_parts, to_cached_int8, to_latent_int8
 from engine.ops.sampling_rows import SamplingRows
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
 LINEARS = {"qkv": (1152, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN)}
 OPS = ("linear", "linear_int8", "linear_a8w8", "linear_int4")
 ATTENTIONS = ((1, 1, 1024), (1, 1, 8192), (32, 1, 128), (32, 1, 2048), (1, 128, 0), (1, 1024, 0), (1, 1024, 7168))
+# Latent attention has the shape of DeepSeek-V2-Lite.
+LATENT_HEADS, LATENT, ROPE, LATENT_Q_DIM = 16, 512, 64, 192
+LATENT_ATTENTIONS = ((1, 1, 128), (1, 1, 8192), (8, 1, 2048), (1, 512, 7680))
 RNG = np.random.default_rng(0)
 
 
@@ -159,6 +162,38 @@ def bench_attention(requests: int, tokens: int, context: int, bits: int, limits:
     return row(name, each, best, f"{flops / each / 1e9:.0f} GFLOP/s, {num_bytes / each / 1e9:.1f} GB/s")
 
 
+def bench_latent_attention(requests: int, tokens: int, context: int, bits: int, limits: tuple[float, float]) -> dict:
+    """Measure latent attention. The limit is the larger of the times to read the cache and to compute the products."""
+    blocks, rows, width = -(-(context + tokens) // 64), requests * tokens, LATENT + ROPE
+    numbers, groups = random_f32(requests * blocks, 64, width), latent_groups(LATENT, ROPE)
+    if bits == 8:
+        made = np.empty((len(numbers), 64, width + 2 * len(groups)), np.int8)
+        codes, scales = latent_parts(made, groups)
+        codes[...], scales[...] = to_latent_int8(numbers, groups)
+    else:
+        made = to_bf16(numbers)
+    caches = [in_large_pages(made) for _ in range(4)]
+    starts, lens = np.arange(requests + 1, dtype=np.int32) * tokens, np.full(requests, context, np.int32)
+    tables = RNG.permutation(requests * blocks).astype(np.int32).reshape(requests, blocks)
+    sizes = LATENT_HEADS * LATENT, LATENT_HEADS * LATENT_Q_DIM, width, ROPE
+    q_latent, q, latent, angles = (in_large_pages(random_f32(rows, size)) for size in sizes)
+    out, norm = in_large_pages(random_f32(rows, sizes[0])), np.ones(LATENT, np.float32)
+    given = {"num_heads": LATENT_HEADS, "epsilon": 1e-6, "scale": 0.1, "log_scale": 0.0, "log_scale_from": 1}
+    arrays = [[q_latent, q, latent, norm, angles, cache, starts, lens, tables] for cache in caches]
+    calls = [prepared("latent_attention", each, out, given) for each in arrays]
+
+    def run():
+        for call in calls:
+            call()
+
+    each = seconds(run, 5) / len(caches)
+    seen = requests * (tokens * context + tokens * (tokens + 1) // 2)
+    flops, num_bytes = 2 * seen * LATENT_HEADS * (2 * LATENT + ROPE), made.nbytes * (context + tokens) // (blocks * 64)
+    best = max(flops / limits[0] if limits[0] else 0, num_bytes / limits[1])
+    name = f"latent attention of {bits} bits B={requests} T={tokens} context={context}"
+    return row(name, each, best, f"{flops / each / 1e9:.0f} GFLOP/s, {num_bytes / each / 1e9:.1f} GB/s")
+
+
 def bench_small(name: str, run, num_bytes: int, limits: tuple[float, float]) -> dict:
     each = seconds(run, 15)
     return row(name, each, num_bytes / limits[1], f"{num_bytes / each / 1e9:.1f} GB/s")
@@ -190,6 +225,8 @@ def cases() -> Iterator[tuple[str, Callable[[tuple[float, float]], dict]]]:
             yield f"{op} logits T={tokens}", functools.partial(bench_linear, "logits", op, tokens)
     for shape, bits in itertools.product(ATTENTIONS, (16, 8)):
         yield "attention", functools.partial(bench_attention, *shape, bits)
+    for shape, bits in itertools.product(LATENT_ATTENTIONS, (16, 8)):
+        yield "latent attention", functools.partial(bench_latent_attention, *shape, bits)
     for name, run, num_bytes in small_cases():
         yield name, functools.partial(bench_small, name, run, num_bytes)
 

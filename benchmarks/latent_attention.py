@@ -11,15 +11,17 @@ from types import ModuleType
 import torch
 
 from benchmarks.gpu import bandwidth
+from engine.dtypes import latent_groups
 from engine.ops import cuda
 from engine.ops.cuda import invariant
 
 HEADS, LATENT, ROPE, Q_DIM, BLOCK = 16, 512, 64, 192, 64
+INT8_ROW = LATENT + ROPE + 2 * len(latent_groups(LATENT, ROPE))
 CASES = (1, 1024, 1), (8, 1024, 1), (64, 1024, 1), (256, 1024, 1), (32, 8192, 1), (1, 0, 8192), (1, 6144, 2048)
 RUNS = 5
 
 
-def microseconds(ops: ModuleType, num_requests: int, cached: int, new: int) -> float:
+def microseconds(ops: ModuleType, num_requests: int, cached: int, new: int, is_int8: bool) -> float:
     """Return the time of one layer for requests with `cached` tokens in the cache and `new` tokens each."""
     num_tokens, width = num_requests * new, LATENT + ROPE
     num_blocks = -(-(cached + new) // BLOCK)
@@ -33,7 +35,11 @@ def microseconds(ops: ModuleType, num_requests: int, cached: int, new: int) -> f
 
     rows = randn(num_tokens, HEADS * LATENT), randn(num_tokens, HEADS * Q_DIM), randn(num_tokens, width)
     angles, norm = torch.randn(num_tokens, ROPE, device="cuda"), torch.ones(LATENT, device="cuda")
-    caches = [randn(num_requests * num_blocks, BLOCK, width) for _ in range(layers)]
+    blocks = num_requests * num_blocks, BLOCK
+    if is_int8:  # every byte is 60: small codes and scales
+        caches = [torch.full((*blocks, INT8_ROW), 60, device="cuda", dtype=torch.int8) for _ in range(layers)]
+    else:
+        caches = [randn(*blocks, width) for _ in range(layers)]
     lens = torch.full((num_requests,), cached, dtype=torch.int32, device="cuda")
     where = numbers(num_requests + 1, new), lens, numbers(num_requests * num_blocks, 1).view(num_requests, -1)
     given = {"num_heads": HEADS, "epsilon": 1e-6, "scale": 0.1}
@@ -60,12 +66,13 @@ def microseconds(ops: ModuleType, num_requests: int, cached: int, new: int) -> f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
+    parser.add_argument("--int8-cache", action="store_true", help="with USE_CACHE_KV_INT8=1")
     args = parser.parse_args()
     speed = bandwidth()
     print(f"{torch.cuda.get_device_name()}, {speed / 1e12:.2f} TB/s")
     for num_requests, cached, new in CASES:
-        time = microseconds(invariant if args.invariant else cuda, num_requests, cached, new)
-        read = num_requests * (cached + new) * (LATENT + ROPE) * 2
+        time = microseconds(invariant if args.invariant else cuda, num_requests, cached, new, args.int8_cache)
+        read = num_requests * (cached + new) * (INT8_ROW if args.int8_cache else 2 * (LATENT + ROPE))
         share = read / speed * 1e6 / time
         print(f"{num_requests:4} requests, {cached:5} cached, {new:5} new tokens: {time:8.1f} us, {share:4.0%}")
 

@@ -14,11 +14,19 @@ FP8_BLOCK = 128  # columns that share a scale, where a row of 8-bit floats has s
 # Of numbers with 4 bits: how many have a scale of their own, and what the number of them in a row is a multiple of.
 CODES_PER_SCALE, CODES_ALIGNED = 64, 128
 SMALL_GROUP = 32  # the other number of them that may have a scale
+LATENT_GROUP = 64  # elements that share a scale in an int8 cache of latent attention
 
 
 def scale_bytes(cache_dtype: np.dtype | str) -> int:
     """Return the size in bytes of the bf16 scale at the end of each int8 key or value in a cache; 0 for other types."""
     return 2 if np.dtype(held_as(str(cache_dtype))) == np.int8 else 0
+
+
+def latent_groups(latent_dim: int, rope_dim: int) -> list[slice]:
+    """Return the elements of an int8 row of latent attention that share a bf16 scale."""
+    starts = [*range(0, latent_dim, LATENT_GROUP), *range(latent_dim, latent_dim + rope_dim, LATENT_GROUP)]
+    ends = [*starts[1:], latent_dim + rope_dim]
+    return [slice(*each) for each in zip(starts, ends, strict=True)]
 
 
 def held_as(name: str) -> np.dtype:

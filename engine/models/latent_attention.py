@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.core.cache_groups import CacheGroup
+from engine.dtypes import latent_groups
 from engine.models.formats import FORMATS
 from engine.models.keys import ModelError, an_object, number, whole_number
 from engine.models.kv_cache import BLOCK, POSITION, LayerCache
@@ -92,14 +93,13 @@ class LatentAttention:
 
     @classmethod
     def of(cls, config: DecoderConfig, place: Place, options: LatentOptions) -> LatentAttention:
-        """Build the attention of the layer at `place`. Raises ModelError for an int8 cache."""
+        """Build the attention of the layer at `place`. Raises ModelError for sizes that an int8 cache cannot have."""
         assert place.layer is not None, "attention belongs to a layer"
         shard, sizes = place.shard, options
-        if shard.has_int8_cache:
-            raise ModelError("an int8 KV cache (USE_CACHE_KV_INT8) is not supported by models with latent attention")
         heads, pairs = shard.heads(config.num_heads), sizes.rope_dim if config.has_rotary_pairs else 0
         query = heads.each(sizes.nope_dim + sizes.rope_dim, pairs, sizes.nope_dim)
         width = sizes.kv_rank + sizes.rope_dim
+        row_width = width + (_scale_bytes(sizes) if shard.has_int8_cache else 0)
         latent = Share.whole(1).each(width, pairs, sizes.kv_rank)
         hidden, has_bias = config.hidden_size, sizes.has_bias
         q_a = [("self_attn.q_a_proj", Share.whole(sizes.q_rank))]
@@ -116,7 +116,7 @@ class LatentAttention:
             value_weight=values,
             rotary=Rotary.of(config.rope),
             o_proj=Linear.rows(place, "self_attn.o_proj", hidden, heads.each(sizes.v_dim), has_bias),
-            cache=LayerCache(place.layer, shard.cache_dtype, (-1, shard.block_size, width), AXES, CacheGroup()),
+            cache=LayerCache(place.layer, shard.cache_dtype, (-1, shard.block_size, row_width), AXES, CacheGroup()),
             num_heads=heads.size,
             options=options,
         )
@@ -137,6 +137,16 @@ class LatentAttention:
         arrays = (absorbed, q, latent, norm, self.rotary(run), cache, *batch, table)
         out, _ = run.ops.latent_attention(*arrays, **heads, **given, **log_scale)
         return run.ops.head_linear(out, values, **heads)
+
+
+def _scale_bytes(sizes: LatentOptions) -> int:
+    """Return the size in bytes of the scales of a position in an int8 cache. Raises ModelError."""
+    for name, size in (("kv_lora_rank", sizes.kv_rank), ("qk_rope_head_dim", sizes.rope_dim)):
+        if size % 4:
+            raise ModelError(
+                f"config.json: {name} is {size}, with an int8 KV cache (USE_CACHE_KV_INT8) it must be a multiple of 4"
+            )
+    return 2 * len(latent_groups(sizes.kv_rank, sizes.rope_dim))
 
 
 def _norm(config: DecoderConfig, place: Place, name: str, size: int) -> Norm:

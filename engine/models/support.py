@@ -22,7 +22,6 @@ class FamilySupport:
     model_type: str
     models: str
     devices: Sequence[str] = (RUN,) * 4
-    has_int8_cache: bool = True  # USE_CACHE_KV_INT8 is supported
 
     @property
     def runs_on_gpus(self) -> bool:
@@ -71,11 +70,11 @@ FAMILIES = (
     FamilySupport("qwen3_5_moe", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B)"),
     FamilySupport("qwen3_5_moe_text", "Qwen3.5, Qwen3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B)"),
     FamilySupport("qwen3_next", "Qwen3-Next, Qwen3-Coder-Next"),
-    FamilySupport("deepseek_v2", "DeepSeek V2", has_int8_cache=False),
-    FamilySupport("deepseek_v3", "DeepSeek V3, V3.1, R1", has_int8_cache=False),
-    FamilySupport("kimi_k2", "Kimi K2", has_int8_cache=False),
-    FamilySupport("glm4_moe_lite", "GLM-4.7-Flash", has_int8_cache=False),
-    FamilySupport("mistral4", "Mistral Small 4, text-only checkpoints", has_int8_cache=False),
+    FamilySupport("deepseek_v2", "DeepSeek V2"),
+    FamilySupport("deepseek_v3", "DeepSeek V3, V3.1, R1"),
+    FamilySupport("kimi_k2", "Kimi K2"),
+    FamilySupport("glm4_moe_lite", "GLM-4.7-Flash"),
+    FamilySupport("mistral4", "Mistral Small 4, text-only checkpoints"),
     FamilySupport("mixtral", "Mixtral 8x7B, 8x22B"),
     FamilySupport("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B"),
     FamilySupport("qwen3_moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"),

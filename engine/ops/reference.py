@@ -13,7 +13,7 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from engine.dtypes import FP8_BLOCK, as_f32, from_bf16, from_fp8, scale_bytes, to_bf16
+from engine.dtypes import FP8_BLOCK, as_f32, from_bf16, from_fp8, latent_groups, scale_bytes, to_bf16
 from engine.ops.reference_experts import add_gated, expert_ops, moe_route
 from engine.ops.reference_sampling import sample
 from engine.ops.reference_states import causal_conv, gated_delta_rule, gated_rms_norm, sigmoid_gate
@@ -347,18 +347,47 @@ def latent_attention(  # noqa: PLR0913 - the inputs of the catalogue, in its ord
     normed = rms_norm(latent[:, :width], norm_weight, epsilon=epsilon)
     rows = np.concatenate([normed, rotate(latent[:, None, width:], cos_sin)[:, 0]], axis=1)
     rows = to_bf16(rows) if kv_cache.dtype == np.uint16 else rows
+    groups = latent_groups(width, rope_dim)
+    codes, scales = latent_parts(kv_cache, groups) if kv_cache.dtype == np.int8 else (kv_cache, None)
     turned = rotate(q.reshape(len(q), num_heads, -1)[..., q.shape[1] // num_heads - rope_dim :], cos_sin)
     query = np.concatenate([q_latent.reshape(len(q), num_heads, width), turned], axis=-1)
     out = np.empty((len(q), num_heads, width), np.float32)
     for b, context_len in enumerate(context_lens):
         of_request = range(query_starts[b], query_starts[b + 1])
         for position, row in enumerate(of_request, context_len):
-            kv_cache[block_tables[b, position // block_size], position % block_size] = rows[row]
+            at = block_tables[b, position // block_size], position % block_size
+            if scales is None:
+                codes[at] = rows[row]
+            else:
+                codes[at], scales[at] = to_latent_int8(rows[row], groups)
         for position, row in enumerate(of_request, context_len):
             factor = scale * (1 + log_scale * np.log(1 + position // log_scale_from))
-            seen = kv_cache[block_tables[b, : position // block_size + 1]]
+            seen = codes[block_tables[b, : position // block_size + 1]]
+            if scales is not None:
+                seen = from_latent_int8(seen, scales[block_tables[b, : position // block_size + 1]], groups)
             out[row] = _attend_to_latents(query[row] * np.float32(factor), seen, position + 1)[:, :width]
     return out.reshape(len(q), -1), kv_cache
+
+
+def latent_parts(kv_cache: np.ndarray, groups: list[slice]) -> tuple[np.ndarray, np.ndarray]:
+    """Return views of an int8 cache: the codes [num_blocks, block_size, D] and the bits of the scales [num_blocks,
+    block_size, groups]."""
+    num_blocks, block_size, _ = kv_cache.shape
+    flat, end = kv_cache.reshape(num_blocks, -1), block_size * groups[-1].stop
+    codes, scales = flat[:, :end], flat[:, end:].view(np.uint16)
+    by_group = scales.reshape(num_blocks, len(groups), block_size)
+    return codes.reshape(num_blocks, block_size, -1), by_group.swapaxes(1, 2)
+
+
+def to_latent_int8(rows: np.ndarray, groups: list[slice]) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize rows [..., D] to codes and the bits of the scales [..., groups]."""
+    parts = [to_cached_int8(rows[..., group]) for group in groups]
+    scales = [np.ascontiguousarray(part[..., -2:]).view(np.uint16) for part in parts]
+    return np.concatenate([part[..., :-2] for part in parts], axis=-1), np.concatenate(scales, axis=-1)
+
+
+def from_latent_int8(codes: np.ndarray, scales: np.ndarray, groups: list[slice]) -> np.ndarray:
+    return codes * np.repeat(from_bf16(scales), [group.stop - group.start for group in groups], axis=-1)
 
 
 RUN = 512  # positions whose sums are made apart

@@ -6,6 +6,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
 from engine.core.types import Request, Sampling  # noqa: E402
+from engine.dtypes import latent_groups  # noqa: E402
 from engine.ops.cuda import invariant  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.cuda.test_executor import a_loop, answers_of  # noqa: E402
@@ -84,8 +85,9 @@ def test_attention_is_the_same_bits_in_chunks_and_in_any_batch(device, dtype, he
     assert torch.equal(found, whole[at])
 
 
+@pytest.mark.parametrize("has_int8_cache", [False, True])
 @pytest.mark.parametrize("num_heads", [3] if IS_INTERPRETED else [3, 16, 20, 128])
-def test_latent_attention_is_the_same_bits_in_chunks_and_in_any_batch(device, dtype, num_heads):
+def test_latent_attention_is_the_same_bits_in_chunks_and_in_any_batch(device, dtype, num_heads, has_int8_cache):
     if IS_INTERPRETED and dtype == "float16":
         pytest.skip("takes minutes with the interpreter")
     length, latent_dim, rope_dim = (265, 40, 8) if IS_INTERPRETED else (1100, 512, 64)
@@ -102,6 +104,9 @@ def test_latent_attention_is_the_same_bits_in_chunks_and_in_any_batch(device, dt
     def in_chunks(chunks, num_others=0):
         """Compute attention where every other request has the first token of the same prompt, in blocks of its own."""
         cache = randn(device, dtype, (1 + num_others) * num_blocks, 16, row)
+        if has_int8_cache:
+            row_bytes = row + 2 * len(latent_groups(latent_dim, rope_dim))
+            cache = torch.zeros(len(cache), 16, row_bytes, dtype=torch.int8, device=device)
         tables = torch.arange(len(cache), dtype=torch.int32, device=device).view(-1, num_blocks)
         found, start = [], 0
         for count in chunks:

@@ -130,6 +130,7 @@ MODELS = {
     "int4 in groups of 32": ("qwen2", {"quant_type": "weight_only_int4_g32"}),
     "a8w8 and an int8 cache": ("qwen3", {"quant_type": "a8w8", "int8_cache": True}),
     "an int8 cache": ("llama3", {"int8_cache": True}),
+    "an int8 cache of latents": ("deepseek_v3", {"int8_cache": True}),
     "int4 with zeros": ("awq", {}),
     "int4 experts": ("qwen3_moe", {"quant_type": "weight_only_int4"}),
     "int8 experts": ("qwen3_moe", {"quant_type": "weight_only_int8"}),
@@ -162,7 +163,10 @@ def test_the_tokens_are_those_of_the_definition(exported, device, case, monkeypa
     family, options = MODELS[case]
     graph_dir = exported(family, **options)
     lengths, count = ([7, 130], 4) if IS_INTERPRETED else ([1, 7, 63, 130], 16)
-    prompts = [prompt for prompt, _ in golden("qwen2" if family in ("awq", "qwen3_moe") else family, lengths).values()]
+    prompts = [
+        prompt
+        for prompt, _ in golden("qwen2" if family in ("awq", "qwen3_moe", "deepseek_v3") else family, lengths).values()
+    ]
     settings = replace(SETTINGS, use_cudagraph="int4" not in case)
     executor = CudaExecutor(graph_dir, settings, device.type)
     executor.allocate(32)

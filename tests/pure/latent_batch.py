@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from engine.dtypes import to_bf16
+from engine.dtypes import latent_groups, to_bf16
+from engine.ops.reference import latent_parts, to_latent_int8
 from tests.pure.paged_batch import PagedBatch
 
 
@@ -33,7 +34,14 @@ class LatentBatch:
         row_width = self.latent_dim + self.rope_dim
         self.rows = [rng.standard_normal((len(paged.qkv), n), np.float32) for n in (*widths, row_width)]
         cache = rng.standard_normal((self.tables.size, self.block_size, row_width), np.float32)
-        self.kv_cache = to_bf16(cache) if self.dtype == "bf16" else cache
+        self.kv_cache = {"f32": np.array, "bf16": to_bf16, "int8": self._to_int8}[self.dtype](cache)
+
+    def _to_int8(self, rows):
+        groups = latent_groups(self.latent_dim, self.rope_dim)
+        made = np.empty((*rows.shape[:2], rows.shape[2] + 2 * len(groups)), np.int8)
+        codes, scales = latent_parts(made, groups)
+        codes[...], scales[...] = to_latent_int8(rows, groups)
+        return made
 
     def run(self, ops, kv_cache, part=None):
         """Run the tokens first .. end of request b for each (first, end) of `part`, or all, in one step."""

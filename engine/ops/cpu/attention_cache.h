@@ -43,17 +43,19 @@ inline void store_row(uint16_t* to, const float* from, int64_t size) {
   for_lanes(size, [=](int64_t i, int n) { store_bf16(to + i, load_n(from + i, n), n); });
 }
 
-// code = round(x / scale), scale = max |x| / 127; a row that is not finite gets a scale that is not finite.
-inline void store_row(int8_t* to, const float* from, int64_t size) {
+// code = round(x / scale), scale = max |x| / 127; numbers that are not finite get a scale that is not finite.
+inline void store_codes(int8_t* to, void* scale_to, const float* from, int64_t size) {
   uint16_t scale;
   store_bf16(&scale, set1(magnitude(from, size) / 127.0f), 1);
-  memcpy(to + size, &scale, sizeof scale);
+  memcpy(scale_to, &scale, sizeof scale);
   const float inverse = widen(scale) > 0 ? 1.0f / widen(scale) : 0.0f;
   for_lanes(size, [=](int64_t i, int n) {
     const int_vec whole = rounded(load_n(from + i, n) * inverse);
     for (int j = 0; j < n; j++) to[i + j] = static_cast<int8_t>(whole[j] > 127 ? 127 : whole[j] < -127 ? -127 : whole[j]);
   });
 }
+
+inline void store_row(int8_t* to, const float* from, int64_t size) { store_codes(to, to + size, from, size); }
 
 inline float scale_of(const int8_t* row, int64_t head_dim) {
   uint16_t scale;

@@ -40,6 +40,13 @@ template <class Cache>
 [[gnu::always_inline]] inline int read_square(CachedRows<Cache>& rows, int64_t i, int64_t first_unit, int64_t num_units,
                                               vec* square) {
   const int n = static_cast<int>(min(W, num_units - first_unit));
+  if (n == W && i + W <= rows.count) {
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < W; j++)
+      square[j] = load(reinterpret_cast<const float*>(rows.row(i + j, 4 * W)) + first_unit);
+    transpose(square);
+    return W;
+  }
 #pragma GCC unroll 16
   for (int64_t j = 0; j < W; j++)
     square[j] = i + j < rows.count ? load_n(reinterpret_cast<const float*>(rows.row(i + j, 4 * W)) + first_unit, n)
@@ -78,12 +85,16 @@ template <class Cache, class Half>
 template <class F, class Cache>
 inline void lay_values(CachedRows<Cache>& rows, int64_t dim, float* values, int64_t value_width) {
   constexpr int64_t at_once = 4 / sizeof(F);
-  for (int64_t i = 0; i < rows.count; i += at_once)
-    for (int64_t d = 0; d < dim; d += 2 * W) {
+  for (int64_t i = 0; i < rows.count; i += at_once) {
+    auto lay = [&](int64_t d, int n) {
       vec columns[2];
-      read_columns(rows, i, d, static_cast<int>(min(2 * W, dim - d)), F(), columns);
+      read_columns(rows, i, d, n, F(), columns);
       for (int v = 0; v < 2; v++) store(values + i / at_once * value_width + d + v * W, columns[v]);
-    }
+    };
+    int64_t d = 0;
+    for (; d + 2 * W <= dim; d += 2 * W) lay(d, 2 * W);
+    if (d < dim) lay(d, static_cast<int>(dim - d));
+  }
 }
 
 // The two products of M rows, which are too few to be worth writing keys and values in the layout of products. Sums of
@@ -110,7 +121,14 @@ inline void score_few(const SumArgs<F>& s, CachedRows<Cache>& rows) {
       }
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) put_sums(s, m, i, sums[m]);
+    for (int m = 0; m < M; m++) {
+      if constexpr (std::is_same<F, int16_t>::value)
+        if (s.scales) {
+          add_scaled(s, m, i, sums[m]);
+          continue;
+        }
+      put_sums(s, m, i, sums[m]);
+    }
   }
 }
 
@@ -140,16 +158,22 @@ inline void add_few(const SumArgs<F>& s, CachedRows<Cache>& rows, int64_t dim) {
   }
 }
 
-// x, with largest magnitude `most`, as integers of a unit that is returned: at most 127 * 256, or as many as `depth`
-// products with bytes leave within 32 bits. If x is not finite, neither is the unit. Processes whole groups of 2 W.
-inline float put_whole(const float* x, int64_t count, float most, int64_t depth, int16_t* to) {
-  const auto limit = static_cast<float>(min(127 * 256, INT32_MAX / (127 * depth)));
-  const float inverse = most > 1e-30f && most < INFINITY ? limit / most : 0.0f;
+// Round 2 W numbers, to which kMagic was added, to whole ones of 16 bits.
+[[gnu::always_inline]] inline halves as_halves(vec first, vec second) {
   halves lower;
   for (int i = 0; i < 2 * W; i++) lower[i] = static_cast<int16_t>(2 * i);
+  return __builtin_shuffle((halves)first, (halves)second, lower);
+}
+
+// The largest whole number of which `depth` products with bytes are within 32 bits, 127 * 256 at most.
+inline float largest_whole(int64_t depth) { return static_cast<float>(min(127 * 256, INT32_MAX / (127 * depth))); }
+
+// x, with largest magnitude `most`, as integers of a unit that is returned. If x is not finite, neither is the unit.
+// Processes whole groups of 2 W.
+inline float put_whole(const float* x, int64_t count, float most, int64_t depth, int16_t* to) {
+  const float limit = largest_whole(depth), inverse = most > 1e-30f && most < INFINITY ? limit / most : 0.0f;
   for (int64_t i = 0; i < count; i += 2 * W) {
-    const vec first = load(x + i) * inverse + kMagic, second = load(x + i + W) * inverse + kMagic;
-    halves codes = __builtin_shuffle((halves)first, (halves)second, lower);
+    halves codes = as_halves(load(x + i) * inverse + kMagic, load(x + i + W) * inverse + kMagic);
     if (!(inverse > 0)) codes = halves();
     memcpy(to + i, &codes, sizeof codes);
   }
@@ -161,9 +185,10 @@ inline float put_query(const float* x, int64_t dim, bool, int16_t* to) {
   const float unit = put_whole(x, dim, magnitude(x, dim), dim, to);
   for (int64_t d = dim; d % 4; d++) to[d] = 0;
   for (int64_t d = 0; d < dim; d += 4) {  // the even ones first, then the odd ones
-    const int16_t odd = to[d + 1];
-    to[d + 1] = to[d + 2];
-    to[d + 2] = odd;
+    uint64_t four;
+    memcpy(&four, to + d, sizeof four);
+    four = (four & 0xffff00000000ffff) | (four << 16 & 0xffff00000000) | (four >> 16 & 0xffff0000);
+    memcpy(to + d, &four, sizeof four);
   }
   return unit;
 }

@@ -1,6 +1,7 @@
 // c[i, :] = c[i, :] * keep[i] + sum_k a[i, k] * b[k, :], the two products of attention
 #pragma once
 #include <cstring>
+#include <type_traits>
 
 #include "codes.h"
 #include "product.h"
@@ -49,9 +50,13 @@ struct SumArgs {
   int64_t width, depth;  // the width is a multiple of 2 W
   const float* keep;     // [rows]; null: there is nothing yet
   const float* units;    // [rows], of whole numbers
+  const float* scales = nullptr;  // [width], of columns of whole numbers, which are added to c; null: none
+  int64_t columns = 0;            // of the columns those that are wanted, a multiple of 2 W; 0: all
+  int64_t b_width = 0;            // of b, where that of c differs
 
   SumArgs from_row(int64_t i) const {
-    return {a + i * a_stride, a_stride, b, c + i * width, width, depth, keep ? keep + i : nullptr, units + i};
+    const float* later = keep ? keep + i : nullptr;
+    return {a + i * a_stride, a_stride, b, c + i * width, width, depth, later, units + i, scales, columns, b_width};
   }
 };
 
@@ -73,6 +78,11 @@ inline void put_sums(const SumArgs<F>& s, int64_t i, int64_t column, typename Su
   store(c, s.keep ? fma(load(c), set1(s.keep[i]), found) : found);
 }
 
+inline void add_scaled(const SumArgs<int16_t>& s, int64_t i, int64_t column, int_vec sums) {
+  float* c = s.c + i * s.width + column;
+  store(c, fma(as_floats(sums) * load(s.scales + column), set1(s.units[i]), load(c)));
+}
+
 constexpr int32_t kFirstHalf = 0xffff;  // of a pair without its other half, which may be anything
 
 #ifdef __AVX512F__
@@ -85,10 +95,11 @@ constexpr int kSumVecs = 2, kSumRows = 4;
 template <int M, int V, class F>
 inline void sum_tile(const SumArgs<F>& s, int64_t j) {
   typename Sums<F>::lanes sums[M][V] = {};
+  const int64_t b_width = s.b_width ? s.b_width : s.width;
   auto add = [&](int64_t k, int32_t wanted) {
     vec columns[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v++) columns[v] = (vec)((int_vec)load(s.b + k * s.width + j + v * W) & wanted);
+    for (int v = 0; v < V; v++) columns[v] = (vec)((int_vec)load(s.b + k * b_width + j + v * W) & wanted);
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 8
@@ -97,6 +108,14 @@ inline void sum_tile(const SumArgs<F>& s, int64_t j) {
   const int64_t count = s.depth * static_cast<int64_t>(sizeof(F)) / 4;
   for (int64_t k = 0; k < count; k++) add(k, -1);
   if (sizeof(F) == 2 && s.depth % 2) add(count, kFirstHalf);
+  if constexpr (std::is_same<F, int16_t>::value)
+    if (s.scales) {
+#pragma GCC unroll 8
+      for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) add_scaled(s, i, j + v * W, sums[i][v]);
+      return;
+    }
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 8
@@ -107,9 +126,10 @@ template <int M, class F>
 inline void sum_strip(const SumArgs<F>& s, int64_t rows) {
   if constexpr (M > 1)
     if (rows < M) return sum_strip<M - 1>(s, rows);
+  const int64_t columns = s.columns ? s.columns : s.width;
   int64_t j = 0;
-  for (; j + kSumVecs * W <= s.width; j += kSumVecs * W) sum_tile<M, kSumVecs>(s, j);
-  for (; j < s.width; j += 2 * W) sum_tile<M, 2>(s, j);
+  for (; j + kSumVecs * W <= columns; j += kSumVecs * W) sum_tile<M, kSumVecs>(s, j);
+  for (; j < columns; j += 2 * W) sum_tile<M, 2>(s, j);
 }
 
 // Tiles are as even as can be.

@@ -3,32 +3,9 @@
 #pragma once
 #include <cmath>
 
-#include "paged_attention.h"
-#include "rms_norm.h"
+#include "latent_int8.h"
 
 namespace LLM_ISA {
-
-constexpr int64_t kRunPositions = 512;  // positions whose sums are made apart, so that threads can share a long context
-
-template <class Cache>
-struct LatentArgs : LlmLatentAttention {
-  using cache_type = Cache;
-  static constexpr int64_t window = 0;
-  static constexpr float softcap = 0;
-  int64_t key_dim() const { return latent_dim + rope_dim; }
-  int64_t value_dim() const { return latent_dim; }
-  int64_t group() const { return num_heads; }
-  int64_t run_length() const { return round_up(kRunPositions, block_size); }
-  // Row 0 of the block that holds a request's position.
-  Cache* cached(int64_t request, int64_t position) const {
-    const int64_t block = block_tables[request * max_blocks + position / block_size];
-    return static_cast<Cache*>(kv_cache) + block * block_size * key_dim();
-  }
-  float scale_at(int64_t position) const {
-    if (!(log_scale > 0)) return scale;
-    return scale * (1.0f + log_scale * logf(static_cast<float>(1 + position / log_scale_from)));
-  }
-};
 
 // Query tokens of a request with all heads. Its partial results lie from run `first_run` of all tasks on.
 struct LatentTask {
@@ -61,19 +38,10 @@ struct Softmax {
   }
 };
 
-template <class Cache>
-void write_latent(const LatentArgs<Cache>& a, int64_t request, int64_t t, float* row) {
-  const int64_t position = a.context_lens[request] + t - a.query_starts[request];
-  const float* latent = a.latent + t * a.key_dim();
-  norm_row(latent, a.norm_weight, row, a.latent_dim, a.epsilon);
-  rotate(latent + a.latent_dim, a.cos_sin + t * a.rope_dim, row + a.latent_dim, a.rope_dim, a.rope_dim, 1.0f);
-  store_row(a.cached(request, position) + position % a.block_size * a.key_dim(), row, a.key_dim());
-}
-
 // Row j * num_heads + h is head h of the task's token j.
-template <class Cache>
-void put_queries(const LatentArgs<Cache>& a, const RowsOf<Cache>& r, const LatentTask& task) {
-  auto* query = static_cast<float*>(llm_scratch(5, sizeof(float) * static_cast<size_t>(a.key_dim())));
+template <class Cache, class Rows>
+void put_queries(const LatentArgs<Cache>& a, const Rows& r, const LatentTask& task) {
+  auto* query = static_cast<float*>(llm_scratch(5, sizeof(float) * static_cast<size_t>(a.key_dim() + 2 * W)));
   for (int64_t i = 0; i < task.count * a.num_heads; i++) {
     const int64_t j = task.first + i / a.num_heads, t = a.query_starts[task.request] + j;
     const int64_t head = t * a.num_heads + i % a.num_heads;
@@ -82,13 +50,13 @@ void put_queries(const LatentArgs<Cache>& a, const RowsOf<Cache>& r, const Laten
     for_lanes(a.latent_dim, [=](int64_t d, int n) { store_n(query + d, load_n(latent + d, n) * scale, n); });
     const float* turned = a.q + (head + 1) * a.q_dim - a.rope_dim;
     rotate(turned, a.cos_sin + t * a.rope_dim, query + a.latent_dim, a.rope_dim, a.rope_dim, scale);
-    r.query_units[i] = put_query(query, a.key_dim(), Factor<Cache>::is_rounded, r.query + i * r.query_width);
+    put_query(a, r, i, query);
   }
 }
 
 // The sums over one run of positions, as far as the task's tokens see them.
-template <class Cache>
-void attend_run(const LatentArgs<Cache>& a, const RowsOf<Cache>& r, const LatentTask& task, int64_t run) {
+template <class Cache, class Rows>
+void attend_run(const LatentArgs<Cache>& a, const Rows& r, const LatentTask& task, int64_t run) {
   const int64_t first_position = a.context_lens[task.request] + task.first, end = first_position + task.count;
   Softmax{r.largest, r.total, r.sums}.clear(task.count * a.num_heads, r.value_width);
   const int64_t end_of_run = min(end, (run + 1) * a.run_length());
@@ -114,7 +82,7 @@ void write_out(const LatentArgs<Cache>& a, const LatentTask& task, const Softmax
 template <class Cache>
 void attend(const LatentArgs<Cache>& a, const LatentTask& task) {
   const int64_t rows = task.count * a.num_heads;
-  const RowsOf<Cache> r = carve_scratch(a, rows);
+  const auto r = carve_scratch(a, rows);
   const int64_t width = r.value_width, size = Softmax::size(rows, width);
   const Softmax state = Softmax::in(static_cast<float*>(llm_scratch(4, sizeof(float) * static_cast<size_t>(size))), rows);
   state.clear(rows, width);
@@ -136,7 +104,7 @@ void attend_in_runs(const LatentArgs<Cache>& a, const LatentTask* tasks, int64_t
   parallel_for(num_runs, 1, work, [=](int64_t i) {
     const LatentTask* task = tasks + num_tasks - 1;
     while (task->first_run > i) task--;
-    RowsOf<Cache> r = carve_scratch(a, task->count * a.num_heads);
+    auto r = carve_scratch(a, task->count * a.num_heads);
     const Softmax found = Softmax::in(partial + i * size, rows);
     r.largest = found.largest, r.total = found.total, r.sums = found.sums;
     put_queries(a, r, *task);
@@ -183,7 +151,9 @@ void latent_attention(const LatentArgs<Cache>& a) {
 }
 
 inline void latent_attention(const LlmLatentAttention& a) {
-  if (a.kv_cache_type == kBf16)
+  if (a.kv_cache_type == kI8)
+    latent_attention(LatentArgs<int8_t>{a});
+  else if (a.kv_cache_type == kBf16)
     latent_attention(LatentArgs<uint16_t>{a});
   else
     latent_attention(LatentArgs<float>{a});

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops.cuda.attention import LOG2_E, MAX_SPLITS, rows_of, tile_of_queries
+from engine.ops.cuda.int8_latents import group_numbers, num_groups, put_groups, row_bytes, turned_group_numbers
 from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, shared_memory, wait_for_inputs
 from engine.ops.cuda.merging import combine, merged
 from engine.ops.cuda.prefill_attention import KnownStarts
@@ -39,6 +40,7 @@ class LatentTile(NamedTuple):
 
 DECODE, PREFILL = LatentTile(MIN_ROWS, 64, 4, 2, 1), LatentTile(MAX_ROWS, 64, 8, 2, 1)  # as measured on an H100
 FLOAT32 = LatentTile(MIN_ROWS, 16, 4, 1, 1)
+INT8 = {"positions": 32, "warps": 8, "stages": 3}  # of tiles of bytes: with fewer warps they take too many registers
 
 
 class LatentStep(NamedTuple):
@@ -64,6 +66,10 @@ class LatentStep(NamedTuple):
         return len(self.q) == len(self.where[1])
 
     @property
+    def has_int8_cache(self) -> bool:
+        return self.kv_cache.dtype == torch.int8
+
+    @property
     def dims(self) -> tuple[int, ...]:
         """Return the numbers of elements that the kernels are compiled for."""
         latent, rope = len(self.norm_weight), self.cos_sin.shape[1]
@@ -74,7 +80,7 @@ def latent_attention(
     *arrays: Tensor, num_heads: int, epsilon: float, scale: float, log_scale: float = 0.0, log_scale_from: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of q_latent [T, H latent] and q [T, H D] over the cache [num_blocks, block_size, latent +
-    rope]. Return [T, H latent], and the cache, which is updated in place.
+    rope], or of int8 with scales. Return [T, H latent], and the cache, which is updated in place.
     """
     step = LatentStep.of(arrays, num_heads)
     is_small = step.has_one_each and heads_of(num_heads) <= MAX_ROWS // 2
@@ -122,6 +128,8 @@ class Launch(NamedTuple):
     @classmethod
     def of(cls, step: LatentStep, tile: LatentTile) -> Launch:
         group = heads_of(step.num_heads)
+        if step.has_int8_cache and tile is not FLOAT32:
+            tile = tile._replace(**INT8)
         rows = triton.next_power_of_2(max(group, tile.rows))
         tokens = 1 if step.has_one_each else rows // group
         return cls(step, tile, group, rows, tokens, min(step.kv_cache.shape[1], tile.positions))
@@ -146,8 +154,10 @@ class Launch(NamedTuple):
     @property
     def num_stages(self) -> int:
         """Return the number of tiles to read ahead that fit beside the queries and what else a program needs."""
-        row = sum(self.step.dims[1::2]) * self.step.q.element_size()
-        room = (shared_memory() - MARGIN - self.rows * row) // (self.positions * row)
+        cache, row = self.step.kv_cache, sum(self.step.dims[1::2])
+        rows = self.rows + 2 * self.positions * self.step.has_int8_cache
+        room = shared_memory() - MARGIN - rows * row * self.step.q.element_size()
+        room //= self.positions * row * cache.element_size()
         return max(1, min(self.tile.stages, room))
 
     def __call__(self, out: Tensor, factors: tuple[float, ...], log_scale_from: int, splits: int, **parts: Any) -> None:
@@ -199,9 +209,17 @@ def write_row(
     r = tl.arange(0, PADDED_ROPE)
     turned = rotated(row + LATENT, cos_sin + token.to(tl.int64) * ROPE, r, r < ROPE, ROPE)
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    to = cache + (block * BLOCK_SIZE + position % BLOCK_SIZE) * (LATENT + ROPE)
-    tl.store(to + c, x, mask=c < LATENT)
-    tl.store(to + LATENT + r, turned, mask=r < ROPE)
+    IS_INT8: tl.constexpr = cache.dtype.element_ty == tl.int8
+    base = cache + block * BLOCK_SIZE * row_bytes(LATENT, ROPE, IS_INT8)
+    to = base + position % BLOCK_SIZE * (LATENT + ROPE)
+    if IS_INT8:
+        scales = (base + BLOCK_SIZE * (LATENT + ROPE)).to(tl.pointer_type(tl.int16))
+        scales = scales + position % BLOCK_SIZE
+        put_groups(to, scales, x, LATENT, BLOCK_SIZE)
+        put_groups(to + LATENT, scales + num_groups(LATENT, 0) * BLOCK_SIZE, turned, ROPE, BLOCK_SIZE)
+    else:
+        tl.store(to + c, x, mask=c < LATENT)
+        tl.store(to + LATENT + r, turned, mask=r < ROPE)
 
 
 @triton.jit
@@ -331,12 +349,13 @@ def _tile_of(
     """Process TILE more positions. At an edge not every row sees all of them, and nothing was ever written behind
     `end`.
     """
+    IS_INT8: tl.constexpr = cache.dtype.element_ty == tl.int8
     seen = tile * TILE + tl.arange(0, TILE)
     c = tl.arange(0, PADDED)[None, :]
     r = tl.arange(0, PADDED_ROPE)[None, :]
     block = tl.load(table + tile * TILE // BLOCK_SIZE).to(tl.int64)
-    rows = cache + (block * BLOCK_SIZE + tile * TILE % BLOCK_SIZE) * (LATENT + ROPE)
-    rows = rows + (tl.arange(0, TILE) * (LATENT + ROPE))[:, None]
+    base = cache + block * BLOCK_SIZE * row_bytes(LATENT, ROPE, IS_INT8)
+    rows = base + tile * TILE % BLOCK_SIZE * (LATENT + ROPE) + (tl.arange(0, TILE) * (LATENT + ROPE))[:, None]
     if IS_EDGE:
         is_in = (seen < end)[:, None]
         latents = tl.load(rows + c, mask=is_in & (c < LATENT), other=0)
@@ -347,8 +366,19 @@ def _tile_of(
     else:
         latents = tl.load(rows + c, mask=c < LATENT, other=0)
         ropes = tl.load(rows + LATENT + r, mask=r < ROPE, other=0)
+    if IS_INT8:
+        # Codes of the keys are loaded in their own layout: a load that both products need is not made ahead.
+        keys = tl.load(tl.trans(rows) + tl.trans(c), mask=(seen < end)[None, :] & (tl.trans(c) < LATENT), other=0)
+        scales = (base + BLOCK_SIZE * (LATENT + ROPE)).to(tl.pointer_type(tl.int16))
+        scales = scales + tile * TILE % BLOCK_SIZE + tl.arange(0, TILE)
+        keys = turned_group_numbers(keys, scales, seen < end, own, LATENT, BLOCK_SIZE)
+        latents = group_numbers(latents, scales, seen < end, own, LATENT, BLOCK_SIZE)
+        scales = scales + num_groups(LATENT, 0) * BLOCK_SIZE
+        ropes = group_numbers(ropes, scales, seen < end, own, ROPE, BLOCK_SIZE)
+    else:
+        keys = tl.trans(latents)
     scores = tl.dot(turned, tl.trans(ropes), input_precision="ieee")
-    scores = tl.dot(own, tl.trans(latents), scores, input_precision="ieee")
+    scores = tl.dot(own, keys, scores, input_precision="ieee")
     if IS_EDGE:
         scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
     largest = tl.maximum(m, tl.max(scores, 1) * factor)

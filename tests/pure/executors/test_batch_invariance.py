@@ -100,6 +100,19 @@ def test_a_warm_prefix_cache_changes_no_bit(graph_dir, alone):
     assert loop.stats()["num_cached_tokens"] > 1000
 
 
+def test_preemption_chunks_and_a_warm_prefix_cache_change_no_bit_with_an_int8_cache_of_latents(exported):
+    graph_dir, requests = exported("deepseek_v3", block_size=BLOCK_SIZE, int8_cache=True), random_requests(seed=1)
+    config = Config(block_bs=4, max_dec_len=64, enable_prefix_caching=False)
+    executor = an_executor(graph_dir, config)
+    expected = {index: run(executor, config, [request])[0][0] for index, request in enumerate(requests)}
+    for num_blocks, times in ((24, 1), (400, 2)):
+        config = replace(BASE, block_bs=4, block_ratio=0.9, max_num_batched_tokens=17)
+        answers, loop = run(an_executor(graph_dir, config, num_blocks), config, requests, times, num_blocks)
+        assert answers == expected
+        stats = loop.stats()
+        assert stats["num_preemptions"] > 0 if num_blocks == 24 else stats["num_cached_tokens"] > 1000
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_tokens_that_are_tried_ahead_change_no_bit(graph_dir, alone, method):
     config = replace(BASE, block_bs=4, speculate_method=method, speculate_max_ngram_size=2, block_ratio=0.9)

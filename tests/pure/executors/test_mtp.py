@@ -41,12 +41,14 @@ def graph_dir(tmp_path_factory):
     """Return a function that exports the checkpoint of a family with its MTP layer."""
 
     @functools.cache
-    def exported(family: str, is_right: bool = False, num_ranks: int = 1) -> Path:
+    def exported(family: str, is_right: bool = False, num_ranks: int = 1, int8_cache: bool = False) -> Path:
         out = tmp_path_factory.mktemp(family) / "out"
         checkpoint = make_mtp_checkpoint(out.parent / "checkpoint", family)
         if is_right:
             make_right(checkpoint, family)
-        export(checkpoint, out, ExportOptions(block_size=BLOCK_SIZE, mtp=True, num_ranks=num_ranks))
+        export(
+            checkpoint, out, ExportOptions(block_size=BLOCK_SIZE, mtp=True, num_ranks=num_ranks, int8_cache=int8_cache)
+        )
         return out
 
     return exported
@@ -110,6 +112,11 @@ def check_drafts(exported: Path, config: Config, golden: Path, draft_ids: np.nda
 def test_answers_with_an_mtp_layer_are_those_without(case, graph_dir):
     """The second round finds the prompts of the first in the prefix cache, with the layer's part of it."""
     check_layer_answers(graph_dir, case, DRAFTING)
+
+
+def test_answers_with_an_mtp_layer_and_an_int8_cache_of_latents_are_those_without(graph_dir):
+    with_int8_cache = functools.partial(graph_dir, int8_cache=True)
+    check_layer_answers(with_int8_cache, ("deepseek_v3", True, 1, 14), DRAFTING)
 
 
 def check_layer_answers(graph_dir, case, drafting):

@@ -12,9 +12,15 @@ from engine.graph import load
 from engine.models import support
 from engine.models.keys import ModelError
 from engine.models.weights import HeadRows, Share
+from engine.ops import cpu
 from engine.settings.config import Config
 from tests.family_checkpoints import make_checkpoint
+from tests.paged_model import PagedModel
+from tests.pure.models.test_family_goldens import cases, golden, log_softmax
+from tests.pure.models.test_ranks import answer, answers_of_ranks
 from tests.quantized_checkpoints import make_fp8
+
+INT8_ERROR = 0.15  # of log-probabilities; DTYPE=bfloat16 has as much
 
 
 def test_blocks_of_8_bit_floats_are_read_also_where_rows_are_in_another_order(tmp_path):
@@ -40,10 +46,47 @@ def test_the_cache_has_one_row_per_position_on_every_rank(tmp_path):
     assert caches[0].block_bytes == 64 * 64 * 2
 
 
-def test_an_int8_cache_is_refused(tmp_path):
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", "deepseek_v2")
-    with pytest.raises(ModelError, match=r"USE_CACHE_KV_INT8.* not supported by models with latent attention"):
+def test_an_int8_cache_has_a_scale_for_each_64_elements(exported):
+    for num_ranks in (1, 2):
+        graph_dir = exported("deepseek_v2", int8_cache=True, num_ranks=num_ranks)
+        caches = Manifest.read(graph_dir).graph().caches
+        assert {(each.shape, each.dtype) for each in caches} == {((-1, 64, 48 + 16 + 2 * 2), "int8")}
+        assert caches[0].block_bytes == 64 * 68
+
+
+def test_an_int8_cache_of_sizes_that_it_cannot_have_is_refused(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "deepseek_v2", kv_lora_rank=46)
+    export(checkpoint, tmp_path / "wide", ExportOptions())
+    with pytest.raises(ModelError, match=r"kv_lora_rank is 46, with .*USE_CACHE_KV_INT8.* must be a multiple of 4"):
         export(checkpoint, tmp_path / "out", ExportOptions(int8_cache=True))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_log_probabilities_with_an_int8_cache_are_near_those_of_transformers(family, exported):
+    """The likeliest 20 tokens of a position count. The median leaves out positions that choose other experts."""
+    graph_dir, errors = exported(family, int8_cache=True), []
+    for length, (prompt, _) in cases(family).items():
+        wanted = golden(family)[f"logprobs_{length}"]
+        found = log_softmax(PagedModel.of(graph_dir, cpu).prefill(prompt, 1000, num_logits=len(wanted)))
+        likeliest = np.argsort(wanted, axis=1)[:, -20:]
+        errors += list(np.abs(np.take_along_axis(found - wanted, likeliest, axis=1)).mean(axis=1))
+    assert 0 < np.median(errors) < INT8_ERROR
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_change_no_bit_with_an_int8_cache(chunk, exported):
+    prompt, graph_dir = list(range(3, 133)), exported("deepseek_v3", int8_cache=True)
+    whole, cut = (PagedModel.of(graph_dir, cpu).prefill(prompt, each) for each in (1000, chunk))
+    np.testing.assert_array_equal(cut, whole)
+
+
+def test_ranks_have_the_same_int8_cache(exported):
+    prompt = list(range(3, 70))
+    wanted = answer(PagedModel.of(exported("deepseek_v2", int8_cache=True), cpu), prompt)
+    ranks = answers_of_ranks(exported("deepseek_v2", int8_cache=True, num_ranks=2), 2, prompt)
+    np.testing.assert_array_equal(ranks[1][0], ranks[0][0])
+    assert np.abs(ranks[0][0] - wanted[0]).mean() < 0.1  # codes at a border differ
+    assert ranks[0][1][:1] == ranks[1][1][:1] == wanted[1][:1]
 
 
 def test_gpus_are_refused_by_the_name_of_the_family(tmp_path, monkeypatch):

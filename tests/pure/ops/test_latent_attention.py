@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.dtypes import from_bf16, to_bf16
+from engine.dtypes import from_bf16, latent_groups, to_bf16
 from engine.ops import cpu, reference
 from engine.ops.cpu.calls import ArgumentError
 from tests.pure.latent_batch import LatentBatch
@@ -11,19 +11,25 @@ from tests.pure.latent_batch import LatentBatch
 isas = pytest.mark.parametrize("isa", cpu.available_isas())
 
 
+ODD = {"latent_dim": 38, "rope_dim": 6, "block_size": 5}
+
+
 @isas
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize(
     "sizes",
     [
         {"context": [0, 3, 16], "count": [19, 1, 8]},
-        {"context": [7, 30], "count": [1, 2], "num_heads": 3, "latent_dim": 38, "rope_dim": 6, "block_size": 5},
+        {"context": [7, 30], "count": [1, 2], "num_heads": 3, **ODD},
+        {"context": [7, 63, 64, 65], "count": [60, 1, 2, 65], "latent_dim": 200, "rope_dim": 68, "block_size": 64},
         {"context": [1100], "count": [3], "num_heads": 16, "latent_dim": 64, "block_size": 64, "log_scale": 0.1},
         {"context": [0, 510], "count": [40, 30], "num_heads": 70, "nope_dim": 0},
     ],
-    ids=["mixed", "odd", "long", "many heads"],
+    ids=["mixed", "odd", "groups", "long", "many heads"],
 )
 def test_latent_attention_matches_reference(isa, sizes, dtype):
+    if dtype == "int8" and ODD.items() <= sizes.items():
+        sizes = {**sizes, "latent_dim": 36, "rope_dim": 4}  # multiples of 4
     batch = LatentBatch(**sizes, dtype=dtype)
     expected_cache, cache = batch.kv_cache.copy(), batch.kv_cache.copy()
     error = np.abs(batch.run(cpu.load(isa), cache) - batch.run(reference, expected_cache))
@@ -32,8 +38,14 @@ def test_latent_attention_matches_reference(isa, sizes, dtype):
         cache, expected_cache = from_bf16(cache), from_bf16(expected_cache)
         assert np.mean(cache != expected_cache) < 1e-3
         assert np.allclose(cache, expected_cache, rtol=2**-7)
+    elif dtype == "int8":
+        assert error.max() < 2e-3 and error.mean() < 1e-4
+        groups = latent_groups(batch.latent_dim, batch.rope_dim)
+        codes, scales = zip(*(reference.latent_parts(each, groups) for each in (cache, expected_cache)), strict=True)
+        assert np.array_equal(*scales)
+        assert np.abs(codes[0].astype(int) - codes[1]).max() <= 1 and np.mean(codes[0] != codes[1]) < 1e-3
     else:
-        assert error.max() < 5e-6
+        assert error.max() < (5e-6 if batch.latent_dim < 100 else 5e-5)
         assert np.allclose(cache, expected_cache, rtol=1e-6, atol=1e-6)
 
 
@@ -60,7 +72,7 @@ def test_latent_attention_is_the_expanded_attention(isa, dtype):
 
 
 @isas
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_latent_attention_does_not_depend_on_chunks_threads_and_batch(isa, dtype, num_threads):
     """Long contexts are shared by the threads of a small step, and read by one thread in a large one."""
@@ -80,12 +92,18 @@ def test_latent_attention_does_not_depend_on_chunks_threads_and_batch(isa, dtype
 
 
 @isas
-def test_rows_of_the_cache_beyond_a_token_are_never_read(isa):
-    batch = LatentBatch([0, 13], [11, 1], num_heads=12)
-    clean, dirty = np.zeros_like(batch.kv_cache), np.full_like(batch.kv_cache, np.nan)
+@pytest.mark.parametrize("dtype", ["f32", "int8"])
+@pytest.mark.parametrize("num_heads", [2, 12])
+def test_rows_of_the_cache_beyond_a_token_are_never_read(isa, dtype, num_heads):
+    batch = LatentBatch([0, 13], [11, 1], num_heads=num_heads, dtype=dtype)
+    clean, dirty = np.zeros_like(batch.kv_cache), np.full_like(batch.kv_cache, -1 if dtype == "int8" else np.nan)
+    parts = [clean], [dirty]
+    if dtype == "int8":  # two bytes of -1 are a scale that is NaN
+        parts = [reference.latent_parts(each, latent_groups(24, 8)) for each in (clean, dirty)]
     for position in range(13):
-        block = batch.tables[1, position // 8]
-        dirty[block, position % 8] = clean[block, position % 8]
+        at = batch.tables[1, position // 8], position % 8
+        for before, after in zip(*parts, strict=True):
+            after[at] = before[at]
     ops = cpu.load(isa)
     assert np.array_equal(batch.run(ops, dirty), batch.run(ops, clean))
 

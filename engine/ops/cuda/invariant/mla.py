@@ -22,7 +22,7 @@ def latent_attention(
     *arrays: Tensor, num_heads: int, epsilon: float, scale: float, log_scale: float = 0.0, log_scale_from: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of q_latent [T, H latent] and q [T, H D] over the cache [num_blocks, block_size, latent +
-    rope]. Return [T, H latent], and the cache, which is updated in place.
+    rope], or of int8 with scales. Return [T, H latent], and the cache, which is updated in place.
     """
     step = LatentStep.of(arrays, num_heads)
     write_latents(step, epsilon)
