@@ -50,7 +50,15 @@ def graph_dir(exported):
     "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "qwen3_next"))]
 )  # all kinds of cache groups
 def test_answers_are_those_of_one_engine(family, exported):
-    graph_dir, requests = exported(family, block_size=BLOCK_SIZE), random_requests(seed=1, count=NUM_REQUESTS)
+    check_answers(exported(family, block_size=BLOCK_SIZE))
+
+
+def test_answers_with_an_int8_cache_of_latents_are_those_of_one_engine(exported):
+    check_answers(exported("deepseek_v3", block_size=BLOCK_SIZE, int8_cache=True))
+
+
+def check_answers(graph_dir):
+    requests = random_requests(seed=1, count=NUM_REQUESTS)
     pair = Pair.of(graph_dir)
     for index, (prompt, sampling) in enumerate(requests):
         pair.add(str(index), prompt, sampling)
