@@ -25,6 +25,12 @@ from engine.images.worker import ImageSetup
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0  # until a process has loaded its code, which takes 0.15 s on an idle machine
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
+# Memory of an image is used again for the next one. Getting it from the system takes as long as decoding.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the largest that glibc takes
+    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+    "PILLOW_BLOCKS_MAX": "8",  # of 16 MiB
+}
 
 
 class PreparedImage(NamedTuple):
@@ -98,7 +104,12 @@ class _Worker:
         with theirs:
             # The embedded interpreter of Triton's stub may not name its own binary.
             command = [sys.executable or shutil.which("python3") or "python3", "-m", "engine.images.worker"]
-            env = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+            env = {
+                **os.environ,
+                **ONE_THREAD,
+                **KEEP_MEMORY,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            }
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=env
             )
@@ -121,7 +132,8 @@ class _Worker:
             self._send(data)
             if not self._connection.poll(self._timeout_s):
                 raise ImageError(f"could not be decoded within {self._timeout_s:g} s")
-            return msgpack.unpackb(self._connection.recv_bytes(), use_list=False)
+            answer = msgpack.unpackb(self._connection.recv_bytes(), use_list=False)
+            return answer if len(answer) == 1 else (*answer, self._connection.recv_bytes())
         except (EOFError, OSError):
             raise ImageError("could not be decoded: its decoder has ended, probably for lack of memory") from None
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgpack
+import numpy as np
 
 from engine.images.decoding import decode
 from engine.images.processor import ImageError, ImageProcessor
@@ -48,9 +49,12 @@ def main() -> None:
         except EOFError:
             return
         signal.alarm(2 * math.ceil(setup.timeout_s))  # ends the process if its parent cannot any more
-        connection.send_bytes(msgpack.packb(answer(processor.with_limits(*limits), data, setup.max_pixels)))
+        header, pixels = answer(processor.with_limits(*limits), data, setup.max_pixels)
+        connection.send_bytes(msgpack.packb(header))
+        if pixels is not None:
+            connection.send_bytes(pixels.data.cast("B"))
         signal.alarm(0)
-        del data
+        del data, pixels
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -61,16 +65,16 @@ def limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def answer(processor: ImageProcessor, data: bytes, max_pixels: int) -> tuple:
-    """Return (grid, content hash, pixels) of the image in a file, or (what is wrong,)."""
+def answer(processor: ImageProcessor, data: bytes, max_pixels: int) -> tuple[tuple, np.ndarray | None]:
+    """Return (grid, content hash) and the pixels of the image in a file, or (what is wrong,) and None."""
     try:
         image = decode(data, max_pixels)
         pixels = processor.resize(image)
-        return processor.grid_of(image.height, image.width), processor.content_hash(pixels), pixels.tobytes()
+        return (processor.grid_of(image.height, image.width), processor.content_hash(pixels)), pixels
     except ImageError as error:
-        return (str(error),)
+        return (str(error),), None
     except MemoryError:
-        return ("needs more memory than an image may take",)
+        return ("needs more memory than an image may take",), None
 
 
 if __name__ == "__main__":
