@@ -42,7 +42,6 @@ class PrecisionSupport:
     devices: Sequence[str] = (RUN,) * 4
 
 
-IMAGES_NOT_RUN = (RUN, RUN, RUN, NOT_RUN)
 FAMILIES = (
     FamilySupport("llama", "Llama 1, 2, 3.x, and models of the same network"),
     FamilySupport("mistral", "Mistral 7B, Nemo, Small; with or without a sliding window"),
@@ -85,10 +84,10 @@ FAMILIES = (
     FamilySupport("dots1", "dots.llm1"),
     FamilySupport("minimax_m2", "MiniMax-M2"),
     FamilySupport("granitemoe", "Granite 3 with experts"),
-    FamilySupport("paddleocr_vl", "PaddleOCR-VL (0.9B)", IMAGES_NOT_RUN),
-    FamilySupport("qwen2_5_vl", "Qwen2.5-VL", IMAGES_NOT_RUN),
-    FamilySupport("qwen3_vl", "Qwen3-VL, dense models", IMAGES_NOT_RUN),
-    FamilySupport("qwen3_vl_moe", "Qwen3-VL with experts (30B-A3B, 235B-A22B)", IMAGES_NOT_RUN),
+    FamilySupport("paddleocr_vl", "PaddleOCR-VL (0.9B)"),
+    FamilySupport("qwen2_5_vl", "Qwen2.5-VL"),
+    FamilySupport("qwen3_vl", "Qwen3-VL, dense models"),
+    FamilySupport("qwen3_vl_moe", "Qwen3-VL with experts (30B-A3B, 235B-A22B)"),
 )
 PRECISIONS = (
     PrecisionSupport("32-bit float", "DTYPE=float32", ("dtype", "float32")),
