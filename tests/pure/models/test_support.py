@@ -129,7 +129,7 @@ def test_two_ranks_compute_with_every_precision_that_one_does(precision, exporte
         assert np.abs(logits - wanted).mean() <= max(LARGEST_ERROR[value], 1e-4) * wanted.std()
 
 
-def test_cells_have_three_values():
+def test_cells_have_known_values():
     rows = (*support.FAMILIES, *support.PRECISIONS)
-    assert {cell for each in rows for cell in each.devices} == {RUN, NOT_RUN, REFUSED}
+    assert {cell for each in rows for cell in each.devices} <= {RUN, NOT_RUN, REFUSED}
     assert {len(each.devices) for each in rows} == {len(support.DEVICES)}
