@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.ops.cuda.attention import LOG2_E, MAX_SPLITS, rows_of, tile_of_queries
 from engine.ops.cuda.int8_latents import group_numbers, num_groups, put_groups, row_bytes, turned_group_numbers
-from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, shared_memory, wait_for_inputs
+from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, kernel, num_sms, shared_memory, wait_for_inputs
 from engine.ops.cuda.merging import combine, merged
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.rotate_and_cache import request_of
@@ -40,7 +40,9 @@ class LatentTile(NamedTuple):
 
 DECODE, PREFILL = LatentTile(MIN_ROWS, 64, 4, 2, 1), LatentTile(MAX_ROWS, 64, 8, 2, 1)  # as measured on an H100
 FLOAT32 = LatentTile(MIN_ROWS, 16, 4, 1, 1)
-INT8 = {"positions": 32, "warps": 8, "stages": 3}  # of tiles of bytes: with fewer warps they take too many registers
+# Of tiles of bytes, as measured on an H100: with fewer warps they take too many registers. GPUs with less shared memory
+# have no room for 64 positions.
+INT8 = {"positions": 64 if HAS_COPY_ENGINE else 32, "warps": 8, "stages": 2}
 
 
 class LatentStep(NamedTuple):
