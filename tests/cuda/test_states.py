@@ -10,7 +10,7 @@ from engine.ops import reference  # noqa: E402
 from engine.ops.cuda import invariant  # noqa: E402
 from tests.cuda.arrays import Ops, assert_close, floats  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
-from tests.pure.state_layer import SHAPES, Layer, cuts_of  # noqa: E402
+from tests.pure.state_layer import SHAPES, Layer, cuts_of, recurrence  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*encountered in"
@@ -53,6 +53,16 @@ def test_chunks_of_a_prompt_change_no_bit(ops, cuts):
     layer = Layer([200], *SIZES)
     whole = layer.run(ops, layer.new_state(), {0: (0, 200)})
     assert np.array_equal(layer.run_cut(ops, layer.new_state(), cuts_of(cuts)), whole)
+
+
+def test_prompt_of_equal_tokens_matches_recurrence(ops):
+    """Equal keys with betas near 1 and slow decays give the largest numbers below the diagonal of I + A."""
+    layer = Layer([70], *SIZES)
+    layer.x[:], layer.gates[:, : layer.num_v_heads], layer.gates[:, layer.num_v_heads :] = layer.x[0], 8, -8
+    where = np.array([0, 70], np.int32), np.zeros(1, np.int32), layer.tables
+    y, _ = reference.causal_conv(layer.x, layer.taps, layer.new_state(), *where, head_dim=layer.head_dim)
+    found = layer.run(ops, layer.new_state(), {0: (0, 70)})
+    assert np.abs(found - recurrence(layer, y)).max() < 3e-6
 
 
 def test_requests_of_a_step_are_independent(ops):

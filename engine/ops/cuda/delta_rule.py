@@ -1,11 +1,13 @@
 """The gated delta rule in chunks, in one order of sums whatever the steps are that compute a prompt.
 
-Three kernels follow one another. The first normalizes queries and keys and computes decays. The second computes a value
-head in blocks of BLOCK positions, at multiples of BLOCK: products with the state and with the updates of earlier blocks
-of the chunk are matrix products, whose rows do not depend on one another, and the positions of a block follow one
-another in a loop. A step of one token runs the same block with one new row if BATCH_INVARIANT=1, and otherwise a kernel
-that reads the state as fast as it comes. The third kernel writes the keys, updates
-and decays of the open chunk to the lines of the state, which the second one still reads.
+The first kernel normalizes queries and keys and computes decays. Prompts, drafts and, with BATCH_INVARIANT=1, single
+tokens are computed in chunks of CHUNK positions, at multiples of CHUNK (delta_rule_chunks.py): one kernel prepares all
+chunks at once, the next one goes over the chunks of each value head and begins with those that earlier steps left open,
+whose keys, values, decays and betas are kept in the state. Otherwise, a step of one token runs a kernel that reads the
+state as fast as memory allows. The last kernel writes what is kept of the positions of the step.
+
+The state has the lines of the catalogue, but is stored at multiples of CHUNK positions, and the lines of updates hold
+KEPT updates and KEPT values.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ import triton
 from torch import Tensor
 
 from engine.core.cache_groups import MAX_REJECTED
-from engine.ops.catalogue_states import CHUNK, OPEN
+from engine.ops.catalogue_states import OPEN
+from engine.ops.cuda import delta_rule_chunks as chunks
 from engine.ops.cuda import delta_rule_kernels as kernels
 from engine.ops.cuda.launch import PDL, new_indices, num_sms
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.states import starts_of, words_of
 
-BLOCK = 16  # positions
-COLUMNS, WARPS = 32, 4  # of a value head, for a program of the second kernel
+CHUNK, KEPT = kernels.CHUNK.value, kernels.KEPT.value
+assert MAX_REJECTED + CHUNK <= KEPT <= OPEN // 2
+COLUMNS, WARPS = 32, 4  # of a value head, for a program
+STAGES = 2  # chunks that are loaded at a time
 DEPTH = 32  # elements of a key at a time
 HEADS = 4  # queries and keys of a program of the first kernel
 
@@ -53,34 +58,39 @@ def gated_delta_rule(  # noqa: PLR0913 - the inputs of the catalogue, in its ord
     if not num_tokens:
         return out, state
     inputs = qkv.new_empty(num_tokens, 2 * num_k_heads * head_dim, dtype=torch.float32)
-    updates = qkv.new_empty(num_tokens, num_v_heads * head_dim, dtype=torch.float32)
     factors = qkv.new_empty(num_tokens, 2 * num_v_heads, dtype=torch.float32)
     bases = new_indices(context_lens, num_requests)
-    has_drafts = num_tokens != num_requests  # or prompts
-    ahead = inputs.new_empty(num_requests * num_v_heads * head_dim**2) if has_drafts else inputs
+    is_one_each = num_tokens == num_requests
+    updates = inputs.new_empty(num_tokens, num_v_heads * head_dim) if is_one_each else inputs
     where = starts_of(query_starts), context_lens, state_tables
     padded = triton.next_power_of_2(head_dim)
     heads, block = (num_k_heads, num_v_heads, head_dim, padded), (words.shape[1], words.shape[1] // head_dim)
-    sizes = state_tables.shape[1], first_line, *heads, *block, CHUNK, OPEN
+    sizes = state_tables.shape[1], first_line, *heads, *block, OPEN
     kernels.prepare[(num_tokens, triton.cdiv(2 * num_k_heads, HEADS))](
         qkv, gates, a_log, dt_bias, words, *where, inputs, factors, bases, num_requests, *sizes,
-        num_tokens == num_requests, HEADS, triton.next_power_of_2(num_v_heads), num_warps=4, **PDL,
+        is_one_each, HEADS, triton.next_power_of_2(num_v_heads), num_warps=4, **PDL,
     )  # fmt: skip
-    given = qkv, inputs, factors, bases, words, *where, updates, ahead, out, *sizes
-    if is_invariant or has_drafts:
+    given = qkv, inputs, factors, bases, words, *where
+    if is_invariant or not is_one_each:
+        spare = 2 if is_one_each else 3  # a step begins up to CHUNK + MAX_REJECTED positions behind the stored state
+        num_tiles = num_tokens // CHUNK + spare * num_requests
+        products = inputs.new_empty(num_tiles * num_v_heads, 2 * CHUNK + 1, CHUNK)
+        chunks.prepare_chunks[(num_tiles, num_k_heads)](
+            *given, products, num_requests, *sizes, spare, min(padded, DEPTH), num_warps=1, num_stages=1, **PDL
+        )
         columns = min(padded, COLUMNS)
-        kernels.advance[(num_requests, num_v_heads, triton.cdiv(head_dim, columns))](
-            *given, MAX_REJECTED, BLOCK, columns, min(padded, DEPTH), num_warps=WARPS, num_stages=1, **PDL
+        chunks.advance[(num_requests, num_v_heads, triton.cdiv(head_dim, columns))](
+            *given, products, out, *sizes, spare, MAX_REJECTED, columns, STAGES, num_warps=WARPS, num_stages=1, **PDL
         )
     else:
         columns = padded if num_requests * num_v_heads >= num_sms() else min(padded, COLUMNS)
         kernels.advance_one[(num_requests, num_v_heads, triton.cdiv(head_dim, columns))](
-            *given, columns, min(padded, DEPTH), num_warps=8 if columns > COLUMNS else WARPS, num_stages=1, **PDL
-        )
+            *given, updates, out, *sizes, columns, min(padded, DEPTH),
+            num_warps=8 if columns > COLUMNS else WARPS, num_stages=1, **PDL,
+        )  # fmt: skip
     kernels.keep[(num_requests, num_k_heads + num_v_heads)](
-        inputs, factors, bases, words, *where, updates, *sizes, MAX_REJECTED, triton.next_power_of_2(OPEN),
-        num_warps=8, **PDL,
-    )  # fmt: skip
+        *given, updates, *sizes, MAX_REJECTED, is_one_each and not is_invariant, num_warps=8, **PDL
+    )
     return out, state
 
 

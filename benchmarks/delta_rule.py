@@ -1,0 +1,111 @@
+"""Time of the gated delta rule alone on one GPU: `python -m benchmarks.delta_rule`.
+
+The result is compared with the recurrence in float64 first. Each case is a CUDA graph of a few layers, each with its
+own state. The floor is the larger of two times: that to read and write inputs, outputs and states once, and that of the
+products with the state, each as three TF32 products, which together have the accuracy of float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+from types import ModuleType
+
+import torch
+
+from benchmarks.gpu import bandwidth
+from engine.ops import cuda
+from engine.ops.catalogue_states import delta_lines
+from engine.ops.cuda import invariant
+
+K_HEADS, V_HEADS, WIDTH = 16, 32, 128
+CASES = (1, 0, 8192), (8, 0, 1024), (1, 4096, 2048), (64, 1024, 4), (64, 1024, 1), (1, 1024, 1)
+TF32X3 = 495e12 / 3  # operations per second of an H100 or H200
+RUNS = 5
+
+
+class Layer:
+    """Inputs of the op for requests with `cached` tokens each, whose states are zeros, and `new` tokens."""
+
+    def __init__(self, num_requests: int, cached: int, new: int, dtype: torch.dtype = torch.bfloat16, layers: int = 1):
+        torch.manual_seed(0)
+        num_tokens, lines = num_requests * new, delta_lines(K_HEADS, V_HEADS, WIDTH)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=dtype)
+
+        def numbers(count: int, step: int) -> torch.Tensor:
+            return torch.arange(count, dtype=torch.int32, device="cuda") * step
+
+        self.rows = randn(num_tokens, (2 * K_HEADS + V_HEADS) * WIDTH), randn(num_tokens, 2 * V_HEADS)
+        self.factors = torch.randn(V_HEADS, device="cuda") - 1, torch.randn(V_HEADS, device="cuda") - 1
+        self.states = [torch.zeros(num_requests, 1, 1, lines, WIDTH, device="cuda") for _ in range(layers)]
+        lens = torch.full((num_requests,), cached, dtype=torch.int32, device="cuda")
+        self.where = numbers(num_requests + 1, new), lens, numbers(num_requests, 1).view(-1, 1)
+
+    def run(self, ops: ModuleType) -> torch.Tensor:
+        heads = {"num_k_heads": K_HEADS, "num_v_heads": V_HEADS, "head_dim": WIDTH, "first_line": 0}
+        given = *self.rows, *self.factors
+        return [ops.gated_delta_rule(*given, state, *self.where, **heads)[0] for state in self.states][0]
+
+
+def recurrence(layer: Layer) -> torch.Tensor:
+    """Compute the gated delta rule of the only request in float64."""
+    (qkv, gates), (a_log, dt_bias) = (each.double() for each in layer.rows), (each.double() for each in layer.factors)
+    q, k, v = qkv.view(len(qkv), -1, WIDTH).split([K_HEADS, K_HEADS, V_HEADS], 1)
+    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+    q, k = (each.repeat_interleave(V_HEADS // K_HEADS, 1) for each in (q * WIDTH**-0.5, k))
+    beta = gates[:, :V_HEADS].sigmoid()
+    decay = -a_log.exp() * torch.nn.functional.softplus(gates[:, V_HEADS:] + dt_bias)
+    state, out = qkv.new_zeros(V_HEADS, WIDTH, WIDTH), torch.empty_like(v)
+    for t in range(len(qkv)):
+        state *= decay[t].exp()[:, None, None]
+        update = beta[t][:, None] * (v[t] - torch.einsum("hd,hde->he", k[t], state))
+        state += k[t][:, :, None] * update[:, None]
+        out[t] = torch.einsum("hd,hde->he", q[t], state)
+    return out.view(len(qkv), -1)
+
+
+def check(ops: ModuleType) -> float:
+    """Return the largest difference of a prompt of 700 tokens from the recurrence in float64."""
+    layer = Layer(1, 0, 700, torch.float32)
+    return (layer.run(ops) - recurrence(layer)).abs().max().item()
+
+
+def microseconds(ops: ModuleType, num_requests: int, cached: int, new: int) -> float:
+    layer = Layer(num_requests, cached, new, layers=2 if new > 4 else 8)
+    layer.run(ops)
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        layer.run(ops)
+    for _ in range(RUNS + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(layer.states))
+    return min(times[1:])
+
+
+def floor(speed: float, num_requests: int, new: int) -> float:
+    """Return the least time in microseconds."""
+    tokens, states = num_requests * new, 2 * num_requests * V_HEADS * WIDTH**2 * 4
+    read = tokens * ((2 * K_HEADS + 2 * V_HEADS) * WIDTH + 2 * V_HEADS) * 2 + states
+    return max(read / speed, tokens * V_HEADS * 6 * WIDTH**2 / TF32X3) * 1e6
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    speed = bandwidth()
+    print(f"{torch.cuda.get_device_name()}, {speed / 1e12:.2f} TB/s, difference from float64 {check(invariant):.1e}")
+    for case in CASES:
+        times = [microseconds(ops, *case) for ops in (cuda, invariant)]
+        text = (
+            f"{times[0]:8.1f} us, {times[1]:8.1f} us with BATCH_INVARIANT=1, floor {floor(speed, case[0], case[2]):.1f}"
+        )
+        print("{:3} requests, {:5} cached, {:5} new tokens: {}".format(*case, text))
+
+
+if __name__ == "__main__":
+    main()
