@@ -6,7 +6,7 @@ The model is an exported one, or a shape, which is first exported without weight
 measured in the steady state: the given number of requests, each with a context of --context tokens, all in every step.
 The limit is the time to read all weights and the cache once at the bandwidth at which this GPU sums numbers; of a
 mixture of experts, the weights of the experts that a step uses, whose number in a layer is shown. Busy is the share of
-the time in which a kernel runs, by torch's profiler, whose longest kernels are shown with --kernels. With several ranks
+the time in which a kernel runs, by torch's profiler; --kernels shows those that add most time. With several ranks
 both are those of the first rank, which reads its own shard. The last line of the output is JSON.
 """
 
@@ -193,22 +193,24 @@ def bandwidth() -> float:
 
 def busy_share(profile: torch.profiler.profile, num_steps: int, num_shown: int) -> float:
     """Return the share of the time from the first kernel to the last in which a kernel runs. Print the kernels that
-    take longest."""
+    add most to this time: from the end of the kernel before, since most begin early and wait for its results."""
     spans = [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    spent: Counter[str] = Counter()
-    busy, reached = 0.0, min(start for start, _, _ in spans)
+    added: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    busy, reached, previous = 0.0, min(start for start, _, _ in spans), "the begin"
     first, last = reached, max(end for _, end, _ in spans)
     for start, end, name in sorted(spans):
-        spent[name] += end - start
+        place = f"{name[:90]} after {previous[:40]}"
+        added[place] += max(0.0, end - reached)
+        calls[place] += 1
         busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    for name, microseconds in spent.most_common(num_shown):
-        count = sum(1 for span in spans if span[2] == name)
-        print(f"    {microseconds / num_steps:9.1f} us a step, {count / num_steps:6.1f} calls  {name[:90]}")
+        reached, previous = max(reached, end), name
+    for place, microseconds in added.most_common(num_shown):
+        print(f"    {microseconds / num_steps:9.1f} us a step, {calls[place] / num_steps:6.1f} calls  {place}")
     return busy / (last - first)
 
 
