@@ -3,9 +3,10 @@ pulled. Independent of the network.
 
 Pulled blocks are published in the prefix cache under their block hashes, then the request is admitted like any other
 and finds them as a cached prefix. A block that does not arrive, for whatever reason, is therefore simply computed, and
-every cache group is served by the same code. The last block is pulled although it is not full, so that the only token
-left to compute is the last one of the prompt. This is a row like that of a running answer, which fits into a captured
-decode step, so that the other answers do not wait for it.
+every cache group is served by the same code. Until the admission the blocks stay held: otherwise they would be evicted
+for those of later prompts while the request waits for a slot. The last block is pulled although it is not full, so that
+the only token left to compute is the last one of the prompt. This is a row like that of a running answer, which fits
+into a captured decode step, so that the other answers do not wait for it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class Pull:
     arrived: deque[int] = field(default_factory=deque)
     published: list[int] = field(default_factory=list)  # what was taken from `arrived`
     has_ended: bool = False  # no more blocks will arrive
+
+    @property
+    def num_held(self) -> int:
+        return len(self.found_ids) + len(self.block_ids)
 
 
 class BlockSource(Protocol):
@@ -80,15 +85,17 @@ class RemotePrefill:
     def __init__(self, scheduler: Scheduler, source: BlockSource, min_tokens: int):
         self._scheduler, self._source, self._min_tokens = scheduler, source, min_tokens
         self._pulls: dict[Request, Pull] = {}
+        self._pulled: dict[Request, Pull] = {}  # pulls that have ended; their blocks are held until the admission
         self._waits_since: dict[Request, float] = {}  # requests that have no blocks for a pull yet
         # Pulls that begin when so many steps have ended, because these may still write the blocks.
         self._reserved: deque[tuple[int, Pull]] = deque()
+        self._launched_before = -1  # steps when the last `poll` ended with blocks held for requests that wait
         self.counters = PullCounters()
 
     @property
     def num_open(self) -> int:
-        """Return the number of requests that await blocks."""
-        return len(self._pulls) + len(self._waits_since)
+        """Return the number of requests that await blocks, or for which blocks are held."""
+        return len(self._pulls) + len(self._pulled) + len(self._waits_since)
 
     def consider(self, request: Request) -> None:
         """Let a request that was just added to the scheduler await blocks, unless it has to be computed here: its
@@ -101,6 +108,8 @@ class RemotePrefill:
     def poll(self) -> None:
         """Publish the blocks that have arrived, and begin and end pulls. Called between two steps."""
         now = time.monotonic()
+        for pull in [each for each in self._pulled.values() if not self._waits(each.request)]:
+            self._release(pull)
         for pull in list(self._pulls.values()):
             self._advance(pull, now)
         for request in list(self._waits_since):
@@ -112,6 +121,7 @@ class RemotePrefill:
             _, pull = self._reserved.popleft()
             if pull.is_open:
                 pull.has_ended = not self._source.begin(pull)
+        self._release_if_needed()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until `poll` has something to do."""
@@ -128,9 +138,9 @@ class RemotePrefill:
         if not missing or len(request.token_ids) - num_cached < self._min_tokens:
             self._admit(request)
             return True
-        held = self._take(len(missing), found)
+        held = self._take(request, len(missing), found)
         if held is None:
-            if not self._scheduler.running and not self._pulls:  # it will never be possible
+            if not (self._scheduler.running or self._pulls or self._pulled):  # it will never be possible
                 self._admit(request)
             return False
         pull = Pull(request, missing, held[len(found) :], held[: len(found)], num_cached)
@@ -140,16 +150,35 @@ class RemotePrefill:
         self.counters.num_remote_prefills += 1
         return True
 
-    def _take(self, count: int, found: Sequence[bytes]) -> list[int] | None:
-        """Return the blocks of `found` and `count` others, or None if running requests need them."""
+    def _release_if_needed(self) -> None:
+        """Release the blocks of one request that waits, if the running ones need them or if no request could start for
+        lack of them."""
+        running, num_launched = self._scheduler.running, self._scheduler.num_launched
+        is_short = self._scheduler.pool.num_available < len(running) * len(self._scheduler.limits.cache_groups)
+        if self._pulled and (is_short or not running and num_launched == self._launched_before):
+            self._release(next(reversed(self._pulled.values())))
+        self._launched_before = num_launched if self._pulled else -1
+
+    def _take(self, request: Request, count: int, found: Sequence[bytes]) -> list[int] | None:
+        """Return the blocks of `found` and `count` others, or None if other requests need them: those that run, or for
+        which blocks were reserved before."""
         pool, ratio, running = self._scheduler.pool, self._scheduler.limits.block_ratio, self._scheduler.running
-        num_available = pool.num_available
+        num_available, needed = pool.num_available, count + len(found) - pool.num_held_of(found)
+        pulls = [*self._pulls.values(), *self._pulled.values()]
         if ratio >= 1:
             num_available -= self._scheduler.num_promised_blocks()
-        elif running or self._pulls:
+        elif running or pulls:
             num_available = min(num_available, int(ratio * pool.num_blocks) - pool.num_held)
-        needed = count + len(found) - pool.num_held_of(found)
+        if running or pulls:
+            needed += self._num_at_admission(request, count + len(found))
+            needed += sum(self._num_at_admission(each.request, each.num_held) for each in pulls)
         return pool.take(count, found) if needed <= num_available else None
+
+    def _num_at_admission(self, request: Request, num_held: int) -> int:
+        """Return how many blocks a request must find available at its admission when `num_held` are held for it."""
+        limits = self._scheduler.limits
+        num_written = sum(group.num_parts for group in limits.cache_groups)  # it continues copies, or new blocks
+        return num_written + (self._scheduler.max_blocks(request) - num_held if limits.block_ratio >= 1 else 0)
 
     def _advance(self, pull: Pull, now: float) -> None:
         pool, has_ended = self._scheduler.pool, pull.has_ended  # read before the blocks, the last of which precede it
@@ -164,11 +193,19 @@ class RemotePrefill:
             pull.is_open = False
         self._source.end(pull)
         self._publish(pull, pull.published)  # again: another block that had the same key may have been evicted
-        pool.give_back([*pull.found_ids, *pull.block_ids])
         keys, num_cached = self._scheduler.longest_prefix(pull.request)
         pull.request.num_pulled = max(0, num_cached - pull.num_cached)
-        self.counters.num_remote_prefill_failures += not all(key in pool for key in keys)
+        has_all = all(key in pool for key in keys)
+        self.counters.num_remote_prefill_failures += not has_all
         self._admit(pull.request)
+        self._pulled[pull.request] = pull
+        if not has_all or not self._waits(pull.request):
+            self._release(pull)
+
+    def _release(self, pull: Pull) -> None:
+        """Release the blocks of a pull that has ended. They can still be found until they are evicted."""
+        del self._pulled[pull.request]
+        self._scheduler.pool.give_back([*pull.found_ids, *pull.block_ids])
 
     def _publish(self, pull: Pull, indices: Sequence[int]) -> None:
         for index in indices:

@@ -92,6 +92,10 @@ class Scheduler:
         """See `PrefixCache.longest`."""
         return self._cache.longest_prefix(request)
 
+    def max_blocks(self, request: Request) -> int:
+        """See `KVCacheManager.max_blocks`."""
+        return self._cache.max_blocks(request)
+
     def num_promised_blocks(self) -> int:
         """Return how many blocks the running requests may still take."""
         return self._cache.num_promised(self.running.values())

@@ -8,6 +8,7 @@ import pytest
 
 from engine.core import remote_prefill
 from engine.core.block_pool import BlockPool
+from engine.core.cache_groups import FULL_ATTENTION, SLIDING_WINDOW, STATE, CacheGroup
 from engine.core.limits import Limits
 from engine.core.prefill_jobs import PrefillJob, PrefillJobs, prefill_request
 from engine.core.remote_prefill import RemotePrefill
@@ -280,16 +281,16 @@ def test_equal_prompts_share_the_pulled_blocks_and_write_the_last_one_apart(grap
     assert len({tuple(token for token, _ in answer) for answer in answers.values()}) == 6
 
 
-def a_scheduler():
-    return Scheduler(BlockPool(20, BLOCK_SIZE), Limits(max_batch=4, max_batched_tokens=64))
+def a_scheduler(num_blocks=20, **limits):
+    return Scheduler(BlockPool(num_blocks, BLOCK_SIZE), Limits(**{"max_batch": 4, "max_batched_tokens": 64} | limits))
 
 
-def decode_side(begun):
+def decode_side(begun, **settings):
     """Return a scheduler and a RemotePrefill that appends its pulls to `begun`."""
     source = SimpleNamespace(
         is_ready=True, begin=lambda pull: begun.append(pull) or True, end=lambda pull: None, wait=lambda timeout_s: None
     )
-    scheduler = a_scheduler()
+    scheduler = a_scheduler(**settings)
     return scheduler, RemotePrefill(scheduler, source, min_tokens=32)
 
 
@@ -340,6 +341,63 @@ def test_no_blocks_are_reserved_while_a_copy_waits_for_the_next_step():
     assert len(begun) == 2
 
 
+CACHE_GROUPS = {
+    "paged": FULL_ATTENTION,
+    "windows": (CacheGroup(SLIDING_WINDOW, 40), CacheGroup(SLIDING_WINDOW, 40), CacheGroup()),
+    "states": (CacheGroup(), CacheGroup(STATE, num_parts=3)),
+}
+
+
+@pytest.mark.parametrize("block_ratio", [0.75, 1.0])
+@pytest.mark.parametrize("kind", CACHE_GROUPS)
+def test_pulled_blocks_are_there_when_the_request_is_admitted_although_it_waits_for_a_slot(kind, block_ratio):
+    """There is memory for a few of the prompts only. The blocks of each one are pulled while others run and wait."""
+    groups, begun, rows = CACHE_GROUPS[kind], [], []
+    scheduler, remote = decode_side(begun, num_blocks=70, cache_groups=groups, block_ratio=block_ratio)
+    for index in range(17):
+        request = Request(str(index), LONG[index : index + 100], 100, Sampling(max_new_tokens=9))
+        scheduler.add(request)
+        remote.consider(request)
+    num_steps, max_pulled = 0, 0
+    while not scheduler.is_idle or remote.num_open:
+        num_steps += 1
+        assert num_steps < 300
+        while begun:
+            pull = begun.pop()
+            pull.arrived += range(len(pull.keys))
+            pull.has_ended = True
+        remote.poll()
+        max_pulled = max(max_pulled, sum(not request.awaits_blocks for request in scheduler.waiting))
+        if batch := scheduler.next_batch():
+            rows += [len(row.token_ids) for row in batch.rows]
+            scheduler.apply(StepOutput([[5]] * len(batch.rows), [None] * len(batch.rows)))
+    scheduler.check()
+    assert remote.counters.num_remote_prefills == 17
+    assert set(rows) == {1}
+    assert len(rows) == 17 * 9
+    assert max_pulled > 1
+
+
+def test_no_request_is_preempted_while_blocks_are_held_for_one_that_waits_for_a_slot():
+    begun = []
+    scheduler, remote = decode_side(begun, max_batch=1)
+    scheduler.add(Request("long", [1], 1, Sampling(max_new_tokens=200)))
+    waiting = Request("waiting", LONG[:180], 180, FEW)
+    scheduler.add(waiting)
+    remote.consider(waiting)
+    while not scheduler.is_idle or remote.num_open:
+        remote.poll()
+        for pull in begun:
+            pull.arrived += range(len(pull.keys))
+            pull.has_ended = True
+        begun.clear()
+        if batch := scheduler.next_batch():
+            scheduler.apply(StepOutput([[5] for row in batch.rows if row.num_sampled], [None]))
+    scheduler.check()
+    assert waiting.num_pulled == 179
+    assert scheduler.counters.num_preemptions == 0
+
+
 def test_blocks_are_announced_when_the_step_that_writes_them_has_ended():
     """The second chunk is launched ahead of the end of the first, and its blocks can be found from then on."""
     ready, scheduler, computed = [], a_scheduler(), []
@@ -375,6 +433,8 @@ def test_a_request_that_is_alone_runs_if_there_is_no_block_for_a_copy_of_its_las
     pull.has_ended = True
     remote.poll()
     assert request.num_pulled == 99
+    assert scheduler.next_batch() is None  # its blocks are held
+    remote.poll()
     [row] = scheduler.next_batch().rows
     assert (row.start, len(row.token_ids)) == (6 * BLOCK_SIZE, 4)
     scheduler.drop("long")
