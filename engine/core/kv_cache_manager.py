@@ -8,6 +8,7 @@ from engine.core.block_pool import BlockPool, OutOfBlocks
 from engine.core.cache_groups import FREED, MAX_REJECTED, SLIDING_WINDOW, SNAPSHOT_INTERVAL, STATE
 from engine.core.limits import Limits
 from engine.core.prefix_cache import Prefix, PrefixCache
+from engine.core.snapshots import snapshot_positions
 from engine.core.types import Copy, Request
 
 
@@ -90,6 +91,8 @@ class KVCacheManager:
         request.num_cached = request.num_computed = prefix.num_tokens(pool.block_size)
         request.num_published = request.num_computed // pool.block_size
         request.branch_point = prefix.num_paged * pool.block_size
+        if self._has_states and pool.caching:
+            request.snapshots = snapshot_positions(request, pool.block_size)
         del request.prompt_logprobs[request.num_computed :]  # of a preempted request: they are computed again
         for index, each in enumerate(on_device):
             if each:
@@ -306,9 +309,8 @@ class KVCacheManager:
         """Return the first position after `position` at which its state is kept."""
         size = self.pool.block_size
         interval = max(size, SNAPSHOT_INTERVAL // size * size)
-        last = (request.prompt_len - 1) // size * size
-        points = (request.branch_point, last, (position // interval + 1) * interval)
-        return min(point for point in points if point > position)
+        next_multiple = (position // interval + 1) * interval
+        return min([next_multiple, *(each for each in request.snapshots if each > position)])
 
     def _blocks_to_come(self, request: Request) -> int:
         num_shared = sum(group.num_parts for group in self.groups) if request.has_shared_tail else 0

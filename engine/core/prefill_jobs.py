@@ -39,11 +39,17 @@ class PrefillJob:
     is_computed: bool = False
 
 
-def prefill_request(name: str, token_ids: Sequence[int], salt: str, queue_position: tuple[str, int]) -> Request:
+def prefill_request(
+    name: str,
+    token_ids: Sequence[int],
+    salt: str,
+    queue_position: tuple[str, int],
+    stop_token_ids: tuple[int, ...] = (),
+) -> Request:
     """Return a request that computes a prompt without its last token, from which the decode instance samples. Its block
-    hashes are those of the same prompt elsewhere."""
+    hashes are those of the same prompt elsewhere. `stop_token_ids` show where its messages end."""
     owner, priority = queue_position
-    sampling = Sampling(max_new_tokens=0)
+    sampling = Sampling(max_new_tokens=0, stop_token_ids=stop_token_ids)
     request = Request(name, list(token_ids), len(token_ids), sampling, salt=salt, owner=owner, priority=priority)
     request.keeps_tail = True
     return request

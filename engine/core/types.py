@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -130,6 +130,7 @@ class Request:
     num_placed: list[int] = field(default_factory=list)  # for each group: leading blocks that the executor knows
     has_new_blocks: bool = False  # the executor does not know all its blocks
     branch_point: int = 0  # position up to which other prompts share its attention blocks, but no state was kept
+    snapshots: Collection[int] = ()  # positions in its prompt at which its state is kept
     has_shared_tail: bool = False  # its last block may be shared and is copied before it is written
     room: int = 0  # positions below this one may be written
     num_cached: int = 0  # tokens found in the prefix cache at the last admission

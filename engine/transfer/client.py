@@ -134,7 +134,8 @@ class _Instance:
         self._pulls[number], self._num_missing[number] = pull, len(pull.keys)
         position = (request.owner, request.priority)
         token_ids = request.token_ids[: request.max_cached_tokens]
-        self._send(messages.COMPUTE, number, token_ids, request.salt, position, pull.keys)
+        stop_ids = request.sampling.stop_token_ids
+        self._send(messages.COMPUTE, number, token_ids, stop_ids, request.salt, position, pull.keys)
 
     def end(self, pull: Pull) -> None:
         for number in [number for number, each in self._pulls.items() if each is pull]:

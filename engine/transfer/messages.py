@@ -13,13 +13,14 @@ import msgpack
 
 T = TypeVar("T")
 
-PROTOCOL = 4  # raised with every change of the messages
+PROTOCOL = 5  # raised with every change of the messages
 HELLO = "hello"  # decode -> prefill: [token, identity, host, or "" if it does not copy between GPUs]
 WELCOME = (
     "welcome"  # prefill -> decode: [epoch of the process, shared caches of all ranks if it is on the same host, layout]
 )
 REFUSED = "refused"  # prefill -> decode: [reason]
-COMPUTE = "compute"  # decode -> prefill: [job, all token ids but the last, salt, (owner, priority), keys of the blocks]
+# decode -> prefill: [job, all token ids but the last, stop token ids, salt, (owner, priority), keys of the blocks]
+COMPUTE = "compute"
 READY = "ready"  # prefill -> decode: [job, indices of keys]  these blocks can be pulled
 PULL = "pull"  # decode -> prefill: [job, indices of keys]
 BLOCK = "block"  # prefill -> decode: [job, index of the key, checksum], and the block as content

@@ -137,17 +137,20 @@ class _Connection:
 
     def _compute(self, *fields: Any) -> None:
         """Begin a job. Raises ValueError for values that the engine must not get."""
-        number, token_ids, salt, queue_position, keys = fields
+        number, token_ids, stop_token_ids, salt, queue_position, keys = fields
         is_known = isinstance(number, int) and number not in self._jobs and len(self._jobs) < MAX_JOBS
         are_ids = 0 < len(token_ids) <= self._served.max_len and set(map(type, token_ids)) == {int}
         if not (is_known and are_ids and min(token_ids) >= 0 and max(token_ids) < self._served.vocab_size):
             raise ValueError("a message with a wrong prompt")
+        if not (isinstance(stop_token_ids, tuple) and set(map(type, stop_token_ids)) <= {int}):
+            raise ValueError("a message with wrong stop tokens")
         if not (tuple(map(type, queue_position)) == (str, int) and isinstance(salt, str)):
             raise ValueError("a message with a wrong queue position")
         if not (keys and set(map(type, keys)) == {bytes} and len(set(keys)) == len(keys)):
             raise ValueError("a message with wrong keys")
         name = next(self._names)
-        job = PrefillJob(name, prefill_request(name, token_ids, salt, queue_position), keys, self)
+        request = prefill_request(name, token_ids, salt, queue_position, stop_token_ids)
+        job = PrefillJob(name, request, keys, self)
         self._jobs[number], self._number_of[name] = job, number
         self._served.jobs.begin(job)
 

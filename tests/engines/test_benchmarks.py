@@ -15,6 +15,7 @@ from tests.server import ROOT
         ("overhead", []),
         ("decode", ["--shape", "tiny-moe", "--rounds", "1", "--work-dir", "{tmp}"]),
         ("speculation", ["--shape", "tiny", "--requests", "2", "--rounds", "1", "--work-dir", "{tmp}"]),
+        ("shared_prefixes", ["--work-dir", "{tmp}"]),
         ("draft_model", ["--requests", "2", "--rounds", "1"]),
         ("cpu_drafts", ["mtp", "--shape", "tiny-glm-moe", "--requests", "2", "--rounds", "1", "--answer-len", "32"]),
     ],

@@ -102,13 +102,14 @@ class World:
 
     def make(self, prompt, room):
         rng = self.rng
+        in_prompt = random.Random(len(self.requests)).sample(prompt, k=len(self.requests) % 2)  # as behind messages
         sampling = Sampling(
             max_new_tokens=rng.randint(1, min(room - len(prompt) + 1, 30)),
             min_new_tokens=rng.choice([0, 0, 3]),
             temperature=rng.choice([0.0, 0.8]),
             seed=rng.randrange(3),
             presence_penalty=rng.choice([0, 0, 0, 0.5]),  # its tokens are never pending
-            stop_token_ids=(prompt[-1] + rng.randint(1, 40), rng.randrange(1009)),
+            stop_token_ids=(prompt[-1] + rng.randint(1, 40), rng.randrange(1009), *in_prompt),
         )
         position = {"owner": rng.choice("ab"), "priority": rng.choice([0, 0, 1])}
         request = Request(str(len(self.requests)), list(prompt), len(prompt), sampling, **position)

@@ -41,6 +41,7 @@ pytestmark = pytest.mark.slow
 GOLDEN = Path(__file__).parents[2] / "golden" / "images"
 SETTINGS = {"batch_size": 4, "block_ratio": 0.99, "cpu_threads": 1}
 BLOCK_SIZE = 16
+END = 300  # ends a message
 
 
 def golden(family: str) -> dict[str, np.ndarray]:
@@ -139,6 +140,28 @@ def test_an_image_that_the_prefix_cache_has_is_not_encoded(family, exported):
     # The last token is computed again, and the second image ends before the last full block.
     assert len(encoder.begun) == (request.num_cached < request.spans[1].end)
     executor.close()
+
+
+@pytest.mark.parametrize("behind", [[], [[50] * 40, [END], [60] * 3]], ids=["alone", "behind a system prompt"])
+def test_a_second_question_about_an_image_finds_as_much_in_a_model_with_states(behind, exported):
+    """It computes as many tokens as a model without states; the answers are those without the prefix cache."""
+    found, answers = {}, {}
+    for family, caching in (("qwen3_vl", True), ("qwen3_5", True), ("qwen3_5", False)):
+        executor = make_executor(exported(family, block_size=BLOCK_SIZE), Config(**SETTINGS))
+        executor.vision = encoder = CountingEncoder(executor.vision)
+        loop, found[family] = a_loop(executor, 400, enable_prefix_caching=caching), []
+        for number, question in enumerate(([70] * 30, [80] * 30)):
+            token_ids, spans = prompt_of(family, [*behind, (120, 200, 4), question, [END], [60] * 3])
+            sampling = Sampling(16, temperature=0, num_logprobs=0, stop_token_ids=(END,))
+            request = Request(str(number), token_ids, len(token_ids), sampling, spans=spans)
+            answers.setdefault((family, caching), []).append(answers_of(loop, [request]))
+            found[family].append(request.num_cached)
+        assert len(encoder.begun) == 1
+        if caching:
+            assert found[family] == [0, (spans[0].end + 1) // BLOCK_SIZE * BLOCK_SIZE]
+            assert loop.stats()["num_tokens_without_state"] == 0
+        executor.close()
+    assert answers["qwen3_5", True] == answers["qwen3_5", False]
 
 
 def test_quantized_text_keeps_the_tower_as_it_is(exported):

@@ -1,6 +1,7 @@
 """Disaggregation between two engines in one process: equal answers, and computation in place of blocks that fail."""
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,6 +97,20 @@ def test_the_decode_instance_computes_only_the_last_token_of_a_prompt(family, ex
         assert pair.decode.remote.counters.num_remote_prefill_failures == 0
     assert {len(row.token_ids) for row in rows} == {1}
     assert num_pulled[0] == num_pulled[1] == num_pulled[2] > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_a_prefill_instance_finds_the_beginning_of_a_second_chat(family, exported):
+    graph_dir, stop_id = exported(family, block_size=BLOCK_SIZE), 299
+    system, sampling = [*range(5 * BLOCK_SIZE + 4), stop_id], replace(FEW, stop_token_ids=(stop_id,))
+    pair = Pair.of(graph_dir)
+    requests = [(system + [(7 * index + first) % 250 for index in range(70)], sampling) for first in (100, 200)]
+    for index, (prompt, _) in enumerate(requests):
+        pair.add(str(index), prompt, sampling)
+        pair.run()
+    assert pair.answers == alone(graph_dir, requests)
+    assert pair.decode.remote.counters.num_remote_prefills == 2
+    assert pair.prefill.stats()["num_cached_tokens"] == 5 * BLOCK_SIZE
 
 
 def test_answers_are_those_of_one_engine_when_blocks_are_copied_from_memory_to_memory(graph_dir):

@@ -1,0 +1,116 @@
+"""Tokens that a model with states computes of prompts that begin alike, compared with an attention-only model.
+
+    python -m benchmarks.shared_prefixes
+
+Two tiny models with random weights, equal in all sizes, of which one has three layers of Gated DeltaNet before each
+layer of attention. Prompts arrive one after another, in the form of ChatML, whose messages end with a stop token. In
+the last column requests have no stop tokens, so that states are kept only at the end of a prompt and where prompts
+branch off. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.bench import prompt_ids
+from benchmarks.random_checkpoint import make_checkpoint
+from engine.core.loop import EngineLoop
+from engine.core.types import Request, Sampling
+from engine.executors import make_executor
+from engine.exporting.cache import export_cached
+from engine.exporting.export import ExportOptions
+from engine.settings.config import Config
+
+NUM_BLOCKS, VOCAB_SIZE, ANSWER_LEN = 2000, 2048, 200
+END, NEWLINE, HEADER = 2, 3, [4, 5, 6]  # of a message
+COLUMNS = {
+    "attention only": ("tiny-moe", (END,)),
+    "hybrid": ("tiny-hybrid", (END,)),
+    "hybrid without message ends": ("tiny-hybrid", ()),
+}
+Answer = Callable[[list[int]], list[int]]
+
+
+class Server:
+    """One model with an empty prefix cache."""
+
+    def __init__(self, work_dir: Path, shape: str, stop_token_ids: tuple[int, ...]):
+        checkpoint = make_checkpoint(shape, work_dir / shape)
+        graph_dir = export_cached(checkpoint, work_dir / "exported", ExportOptions())
+        config = Config()
+        executor = make_executor(graph_dir, config)
+        executor.allocate(NUM_BLOCKS)
+        self._loop = EngineLoop(executor, NUM_BLOCKS, config)
+        self._sampling = Sampling(ANSWER_LEN, temperature=0, stop_token_ids=stop_token_ids)
+        self.computed: list[int] = []  # tokens of each prompt
+
+    def answer(self, prompt: list[int]) -> list[int]:
+        request = Request("one", list(prompt), len(prompt), self._sampling)
+        self._loop.add(request)
+        while not self._loop.is_idle:
+            self._loop.step()
+        self.computed.append(len(prompt) - request.num_cached)
+        return request.token_ids[len(prompt) :]
+
+
+def message(rng: np.random.Generator, length: int) -> list[int]:
+    return [*HEADER, *prompt_ids(rng, VOCAB_SIZE, length), END, NEWLINE]
+
+
+def questions(beginning: list[int], rng: np.random.Generator, answer: Answer) -> None:
+    """Ask different questions behind the same messages."""
+    for _ in range(3):
+        answer(beginning + message(rng, 200) + HEADER)
+
+
+def system_prompt(rng: np.random.Generator, answer: Answer) -> None:
+    questions(message(rng, 1000), rng, answer)
+
+
+def examples(rng: np.random.Generator, answer: Answer) -> None:
+    questions([each for length in (100, *(150, 250) * 4) for each in message(rng, length)], rng, answer)
+
+
+def conversation(rng: np.random.Generator, answer: Answer) -> None:
+    prompt = message(rng, 100)
+    for _ in range(4):
+        prompt += message(rng, 200) + HEADER
+        prompt += [each for each in answer(prompt) if each != END] + [END, NEWLINE]
+
+
+def text(rng: np.random.Generator, answer: Answer) -> None:
+    beginning = prompt_ids(rng, VOCAB_SIZE, 1000)
+    for _ in range(3):
+        answer(beginning + prompt_ids(rng, VOCAB_SIZE, 200))
+
+
+TRAFFIC = {
+    "system prompt of 1,000 tokens, three questions of 200": system_prompt,
+    "system prompt of 100 tokens and eight examples of 1,600, three questions": examples,
+    "conversation with questions and answers of 200 tokens": conversation,
+    "text of 1,000 tokens without messages, three ends of 200": text,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work-dir", type=Path, default=Path("build/bench"))
+    work_dir, rows = parser.parse_args().work_dir, []
+    for name, ask in TRAFFIC.items():
+        row = {}
+        for column, given in COLUMNS.items():
+            server = Server(work_dir, *given)
+            ask(np.random.default_rng(0), server.answer)
+            row[column] = server.computed
+        print(f"{name}: " + "; ".join(f"{column} {', '.join(map(str, each))}" for column, each in row.items()))
+        rows.append({"traffic": name, **row})
+    print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
