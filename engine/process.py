@@ -27,7 +27,7 @@ from engine.link.server import Server
 from engine.log import configure
 from engine.settings.config import Config
 from engine.settings.disaggregation import MIXED
-from engine.settings.processes import ENGINE_PROGRESS_FILE, ENGINE_SOCKET
+from engine.settings.processes import ENGINE_PROGRESS_FILE, ENGINE_SOCKET, EXPERT_USAGE_FILE
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ def main() -> NoReturn:
     text = "ready: %d blocks of %d tokens, fingerprint %012x"
     log.info(text, pool.num_blocks, pool.block_size, loop.fingerprint)
     server.run(loop, bounds)
+    if loop.expert_usage:
+        loop.expert_usage.write(config.engine_path(EXPERT_USAGE_FILE, config.engine_index), config.graph_path.name)
     log.info("stopped")
     logging.shutdown()
     # The kernel takes back memory, sockets and the GPU at once; destructors of CUDA graphs and caches take seconds.

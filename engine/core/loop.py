@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from engine.core.adapters import Adapters
 from engine.core.beam_driver import BeamDriver
@@ -72,6 +73,9 @@ class EngineLoop:
         )
         encoder: VisionEncoder | None = getattr(executor, "vision", None)
         self._images = ImageQueue(encoder) if encoder else None
+        self.expert_usage: Any = getattr(executor, "expert_usage", None)  # an `ExpertUsage`, of a mixture of experts
+        if self.expert_usage:
+            self.expert_usage.clear()  # of the steps that have measured the memory
         self.scheduler = Scheduler(pool, limits, self._images)
         self._beams = BeamDriver(self.scheduler)
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
@@ -195,8 +199,8 @@ class EngineLoop:
         return refused
 
     def stats(self) -> dict[str, float]:
-        """Return the fields of `Stats`, and the counts of drafts by position. May be called while another thread is in
-        `step`."""
+        """Return the fields of `Stats`, the counts of drafts by position and those of chosen experts. May be called
+        while another thread is in `step`."""
         scheduler, (num_tokens, began) = self.scheduler, self._running
         stats = Stats(
             **asdict(scheduler.counters),
@@ -218,7 +222,8 @@ class EngineLoop:
             fingerprint=self.fingerprint,
         )
         counts: DraftCounts | None = getattr(self.executor, "draft_counts", None)
-        return asdict(stats) | (counts.stats() if counts else {})
+        of_experts = self.expert_usage.stats() if self.expert_usage else {}
+        return asdict(stats) | (counts.stats() if counts else {}) | of_experts
 
     def _launch(self) -> bool:
         self.scheduler.now, self.scheduler.max_drafts = time.time(), self.executor.max_drafts

@@ -105,6 +105,7 @@ class DraftingExecutor:
         self.block_size, self.block_bytes = executor.block_size, executor.block_bytes + source.block_bytes
         self.cache_groups, self.takes_spans = executor.cache_groups, executor.takes_spans
         self.vision = getattr(executor, "vision", None)
+        self.expert_usage = getattr(executor, "expert_usage", None)
         self.max_prompt_logits = executor.max_prompt_logits
         self._executor = executor
         self._source, self._policy = source, policy

@@ -61,6 +61,7 @@ class RanksExecutor:
         self.runs_ahead, self.max_prompt_logits = first.runs_ahead, first.max_prompt_logits
         self.takes_spans, self.max_drafts = first.takes_spans, first.max_drafts
         self.vision = getattr(first, "vision", None)  # this rank encodes images and sends the others the embeddings
+        self.expert_usage = getattr(first, "expert_usage", None)
         self.cache_groups = first.cache_groups
         self.thread = getattr(first, "thread", None)  # in which `compute` may be called; None: in none
         self.first = first

@@ -111,9 +111,8 @@ class Shard:
         return Share(count, min(start, count), min(start + size, count), size)
 
     def experts(self, count: int) -> range:
-        """Return the experts of this rank: all with tensor parallelism alone. Otherwise each rank has as many as the
-        others or, if that is not possible, one more than the last ranks. Raises ModelError for more ranks than experts.
-        """
+        """Return the experts of this rank: all with tensor parallelism alone. Raises ModelError for more ranks than
+        experts."""
         if not self.expert_parallel:
             return range(count)
         if count < self.num_ranks:
@@ -121,9 +120,7 @@ class Shard:
                 f"num_ranks (MP_NUM) is {self.num_ranks}, with ENABLE_EXPERT_PARALLEL=1 it must be at most the number"
                 f" of experts, which is {count}"
             )
-        size, more = divmod(count, self.num_ranks)
-        start, end = (rank * size + min(rank, more) for rank in (self.rank, self.rank + 1))
-        return range(start, end)
+        return experts_of_rank(count, self.rank, self.num_ranks)
 
     def heads(self, count: int) -> Share:
         """Divide `count` heads into equal shares.
@@ -132,6 +129,14 @@ class Shard:
         """
         start, size = self.rank * count // self.num_ranks, max(count // self.num_ranks, 1)
         return Share(count, start, start + size, size)
+
+
+def experts_of_rank(count: int, rank: int, num_ranks: int) -> range:
+    """Return the experts of a rank if the ranks divide `count` of them: each has as many as the others or, if that is
+    not possible, one more than the last ranks."""
+    size, more = divmod(count, num_ranks)
+    start, end = (each * size + min(each, more) for each in (rank, rank + 1))
+    return range(start, end)
 
 
 @dataclass(frozen=True)

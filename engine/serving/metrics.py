@@ -72,6 +72,19 @@ ENGINE_FAMILIES = (
     ("llm_image_encoding_seconds_total", COUNTER, "Time in the vision tower", "image_time_s"),
     ("llm_drafted_tokens_total", COUNTER, "Tokens tried ahead of the model", "num_drafted_tokens"),
     ("llm_accepted_tokens_total", COUNTER, "Of these, the model's own", "num_accepted_tokens"),
+    ("llm_expert_choices_total", COUNTER, "Experts that tokens have chosen, of all layers", "num_expert_choices"),
+    (
+        "llm_busiest_expert_choices_total",
+        COUNTER,
+        "Of these, choices of the busiest expert of each layer",
+        "num_busiest_expert_choices",
+    ),
+    (
+        "llm_busiest_rank_choices_total",
+        COUNTER,
+        "Of these, choices of experts of the busiest rank of each layer",
+        "num_busiest_rank_choices",
+    ),
 )
 # family, kind, description, function of the engine's client; only if there are several engines
 SINGLE_ENGINE_FAMILIES: tuple[tuple[str, str, str, Callable[[EngineClient], float]], ...] = (

@@ -19,6 +19,7 @@ FAILED_SUFFIX = ".failed"
 ENGINE_FAILED_FILE = f"engine{FAILED_SUFFIX}"
 ENGINE_PROGRESS_FILE = "engine.progress"
 ENGINE_SUSPECT_FILE = "engine.suspect"
+EXPERT_USAGE_FILE = "engine.expert_usage.json"  # engine.executors.expert_usage
 STOPPING_FILE = "stopping"  # engine.settings.stopping
 LORAS_FILE = "loras.json"  # which adapters the Triton model has, for the one after it
 # There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.

@@ -1,6 +1,7 @@
 """The executor of the GPU: what transformers says of the golden checkpoints, through batches, chunks and graphs."""
 
 import dataclasses
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from engine.executors.fingerprint import fingerprint  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402
+from engine.ops import reference  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 
@@ -139,6 +141,40 @@ def test_every_way_of_choosing_gives_what_the_definition_gives(exported, device,
         for found, wanted in zip(logprobs[request.request_id], expected_logprobs[request.request_id], strict=True):
             assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
             assert found.chosen == pytest.approx(wanted.chosen, abs=1e-3)
+
+
+@pytest.mark.parametrize("drafts", [{}, {"speculate_method": "ngram"}], ids=["plain", "drafts"])
+def test_choices_of_experts_are_counted_also_in_captured_steps_without_their_padding(exported, device, drafts):
+    """Against the definitions. Some decode steps have three requests, and are padded; drafts may be rejected."""
+    chosen = []
+
+    def moe_route(*inputs, **attributes):
+        ids, weights = reference.moe_route(*inputs, **attributes)
+        chosen.append(ids)
+        return ids, weights
+
+    ops = ModuleType("noting")
+    vars(ops).update(__getattr__=lambda name: getattr(reference, name), moe_route=moe_route)
+    graph_dir, rng = exported("qwen3_moe"), np.random.default_rng(0)
+    prompts = [rng.integers(0, 300, length).tolist() for length in (20, 7, 1)]
+    oracle = ReferenceExecutor(graph_dir, ops)
+    oracle.allocate(64)
+    expected_tokens = generate(EngineLoop(oracle, 64, SETTINGS), prompts, max_new_tokens=5)
+    loop = a_loop(graph_dir, device, **drafts)
+    assert generate(loop, prompts, max_new_tokens=5) == expected_tokens
+    found = loop.expert_usage._counter.read(is_final=True)
+    expected = [
+        np.bincount(np.concatenate([ids.ravel() for ids in chosen[layer :: len(found)]]), minlength=len(counts))
+        for layer, counts in enumerate(found)
+    ]
+    if drafts:
+        assert (found >= expected).all()
+    else:
+        assert np.array_equal(found, expected)
+        loop.stats()
+        torch.cuda.synchronize() if device.type == "cuda" else None
+        assert loop.stats()["num_expert_choices"] == np.sum(expected)
+    loop.executor.close()
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter records nothing")

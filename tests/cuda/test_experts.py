@@ -70,6 +70,21 @@ def test_a_token_that_is_not_finite_has_experts_nevertheless(device):
     assert array(ids)[0].tolist() == [0, 1, 2]
 
 
+def test_choices_of_rows_that_are_no_padding_are_added_to_the_counts(device):
+    rng = np.random.default_rng(0)
+    x, weight = tensor(floats(rng, 21, 40), device), tensor(floats(rng, 24, 40), device)
+    route = {**ROUTE, "first_expert": 10}
+    ids, weights = (array(each) for each in cuda.moe_route(x, weight, **route))
+    counts = torch.full((24,), 2**40, dtype=torch.int64, device=device)
+    expected = np.full(24, 2**40)
+    for num_rows in (21, 0, 13):
+        num_real = tensor(np.array([num_rows], np.int32), device)
+        found = cuda.moe_route(x, weight, None, None, num_real, **route, counts=counts)
+        expected += np.bincount(ids[:num_rows].ravel() + 10, minlength=24)
+        assert np.array_equal(array(found[0]), ids) and np.array_equal(array(found[1]), weights)
+        assert np.array_equal(array(counts), expected)
+
+
 @pytest.mark.parametrize("count", [1, 700, 5000])
 def test_slots_are_sorted_by_expert(device, count):
     ids = np.random.default_rng(0).integers(0, 30, (count, 1)).astype(np.int32)

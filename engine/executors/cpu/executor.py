@@ -16,6 +16,7 @@ from engine.executors.cpu.draft_graph import CpuDraftGraph
 from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.cpu.vision_encoder import CpuVisionEncoder
 from engine.executors.cpus import num_cpus
+from engine.executors.expert_usage import ExpertUsage, HostCounter
 from engine.executors.memory import free_memory_bytes
 from engine.executors.prompt_outputs import max_prompt_logits
 from engine.executors.rank_blocks import BlockAccess
@@ -60,6 +61,12 @@ class CpuExecutor:
         self.graph_dir, self._files = graph_dir, (graph_dir, membership.rank)
         loaded, params = graph.load(*self._files)
         self._program = CpuProgram(loaded, params)
+        self.expert_usage: ExpertUsage | None = None
+        if self._is_first and (layers := self._program.routed):
+            self._program.counter = HostCounter(len(layers), layers[0].num_experts)
+            self.expert_usage = ExpertUsage(
+                layers, self._program.counter, model.num_ranks if model.expert_parallel else 1
+            )
         self._adapters = CpuAdapters(graph_dir, loaded, (membership.rank, membership.num_ranks), config)
         self._caches: dict[str, np.ndarray] = {}
         self.max_prompt_logits = max_prompt_logits(model.vocab_size)

@@ -9,7 +9,7 @@ import itertools
 import math
 import mmap
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from engine.core.cache_groups import table_name
 from engine.dtypes import held_as
 from engine.executors.cpu.widening import Widened, widened
+from engine.executors.expert_usage import HostCounter, routed_layers
 from engine.graph import Graph, GraphError, Node, Value
 from engine.graph.fusion import fuse
 from engine.models.layers import LOGIT_ROWS, TOKEN_IDS
@@ -62,8 +63,11 @@ class CpuProgram:
         self._inputs = {name: np.empty(0, held_as(value.dtype)) for name, value in graph.inputs.items()}
         self._rooms = (0, 0)  # the largest numbers of token rows and of logit rows
         of_logits = self.row_inputs.of_logits
-        self._fused = CallList(fuse(graph, NUMBER), of_logits)
-        self._adapted = CallList(fuse(graph, NUMBER, keep_products=True), of_logits)  # for steps with adapters
+        self.routed = routed_layers(graph)
+        self.counter: HostCounter | None = None  # of the experts that tokens choose
+        chosen = [layer.topk_ids for layer in self.routed]
+        self._fused = CallList(fuse(graph, NUMBER), of_logits, chosen)
+        self._adapted = CallList(fuse(graph, NUMBER, keep_products=True), of_logits, chosen)  # for steps with adapters
 
     def width_of(self, name: str) -> int:
         """Return the size of the last axis of an input, or 0 if the graph has none of that name."""
@@ -87,6 +91,10 @@ class CpuProgram:
             counts.groups, counts.num_groups = ctypes.addressof(groups), len(groups)
         calls = self._bound(self._adapted if groups else self._fused)
         self._kernels.run(calls.address, len(calls.records), counts)
+        if self.counter:
+            num_rows = counts.tokens, counts.logits
+            chosen = [layer.topk_ids for layer in self.routed]
+            self.counter.count([calls.arrays[each][: num_rows[calls.has_logit_rows(each)]] for each in chosen])
         return self._outputs(calls, counts)
 
     def _place(self, inputs: Mapping[str, np.ndarray]) -> Counts:
@@ -115,7 +123,7 @@ class CpuProgram:
         """Return the outputs of a step that has been computed, by name."""
         num_rows = counts.tokens, counts.logits
         return {
-            name: calls.arrays[value.id][: num_rows[calls.has_logit_rows(value)]]
+            name: calls.arrays[value.id][: num_rows[calls.has_logit_rows(value.id)]]
             for name, value in self._graph.outputs.items()
         }
 
@@ -125,17 +133,19 @@ class CpuProgram:
 
 
 class CallList:
-    """Calls of a graph, and the memory of the values that they compute."""
+    """Calls of a graph, and the memory of the values that they compute. `kept` are the ids of values that are read
+    after the calls, beside the outputs."""
 
-    def __init__(self, graph: Graph, of_logits: str):
+    def __init__(self, graph: Graph, of_logits: str, kept: Sequence[int] = ()):
         self._graph = graph
         self._root = _roots(graph)
         self._of_logits = graph.values_by_rows_of(of_logits)
+        self._kept = {self._root[number] for number in kept}
         self.clear()
 
-    def has_logit_rows(self, value: Value) -> bool:
-        """Return whether a value has a row for each logit row, not for each token."""
-        return value.id in self._of_logits
+    def has_logit_rows(self, number: int) -> bool:
+        """Return whether the value with this id has a row for each logit row, not for each token."""
+        return number in self._of_logits
 
     def clear(self) -> None:
         self.arrays: dict[int, np.ndarray] = {}
@@ -150,7 +160,7 @@ class CallList:
         """
         graph, arrays = self._graph, dict(given)
         last_use = {self._root[v.id]: node for node in graph.nodes for v in (*node.inputs, *node.outputs) if v}
-        kept = arrays.keys() | {self._root[value.id] for value in graph.outputs.values()}
+        kept = arrays.keys() | self._kept | {self._root[value.id] for value in graph.outputs.values()}
         free: defaultdict[tuple[tuple[int, ...], np.dtype], list[np.ndarray]] = defaultdict(list)
         records = []
         for node in graph.nodes:

@@ -22,15 +22,17 @@ from engine.executors.cuda.adapters import CudaAdapters
 from engine.executors.cuda.blocks import CudaBlocks
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.compilation import KernelCompiler, warn_of_late_compilation
+from engine.executors.cuda.expert_counter import DeviceCounter
 from engine.executors.cuda.host_cache import HostCache
 from engine.executors.cuda.load import load_program
-from engine.executors.cuda.program import GROUPS, CudaProgram, Inputs, Outputs
+from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, CudaProgram, Inputs, Outputs
 from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
 from engine.executors.cuda.step_graphs import CHOICE, Arrays, Captured, StepGraphs, not_captured
 from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.cuda.vision_encoder import CudaVisionEncoder
 from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
+from engine.executors.expert_usage import ExpertUsage, routed_layers
 from engine.executors.image_inputs import ImageInputs
 from engine.executors.prompt_outputs import LOGITS_BYTES, max_prompt_logits
 from engine.executors.slots import Choices, Slots
@@ -100,9 +102,11 @@ class CudaExecutor:
             self._adapters = CudaAdapters(graph_dir, place, config, table)
             self._adapted = CudaProgram(self._program.graph, self._program.params, ops, self._adapters.layers)
             of_adapters = self._adapters.no_groups
+        self.expert_usage = self._count_experts(model.num_ranks if model.expert_parallel else 1)
         self.cache_groups = model.graph().cache_groups
         most = max(max_blocks, *(group.num_parts for group in self.cache_groups))
         self._graphs = StepGraphs(config, most, self._device, of_adapters, len(self.cache_groups))
+        self._graphs.counts_experts = self.expert_usage is not None
         self._uploads = Uploads(self._device)
         self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size, self.cache_groups)
         self._slots.spans = self._graphs.spans = SlotSpans.of(self._program.graph, config.batch_size)
@@ -234,6 +238,16 @@ class CudaExecutor:
             return []
         return list(range(prefill_attention.SHORTEST, self._max_tokens + 1, prefill_attention.STEP))
 
+    def _count_experts(self, num_ranks: int) -> ExpertUsage | None:
+        """Let steps count the choices of experts, on the first rank. `num_ranks`: that have different experts."""
+        routed = routed_layers(self._program.graph)
+        if self._membership.rank or not routed:
+            return None
+        counter = DeviceCounter(len(routed), routed[0].num_experts, self._device)
+        for program in {self._program, self._adapted}:
+            program.count_in(counter.counts)
+        return ExpertUsage(routed, counter, num_ranks)
+
     def _check_type(self) -> None:
         if self._membership.num_ranks > 1 and self._program.params[TABLE].dtype == torch.float16:
             raise ConfigError(
@@ -246,6 +260,10 @@ class CudaExecutor:
         """Launch the graph. `fields` are further arrays that the step needs on the device."""
         inputs = self._slots.graph_inputs(batch)
         _mark_pending(batch, inputs)
+        if self.expert_usage:
+            inputs[NUM_TOKENS], inputs[NUM_LOGITS] = (
+                np.array([len(inputs[name])], np.int32) for name in ("token_ids", "logit_rows")
+            )
         num_logits, shape = len(inputs["logit_rows"]), self._graphs.shape_for(inputs)
         groups = {}
         if self._adapters and self._slots.adapters:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from engine.executors.expert_usage import routed_layers
 from engine.graph import Graph, GraphError, Node
 from engine.graph.fusion import fuse
 from engine.models.layers import HIDDEN, LOGIT_ROWS, LOGITS, STATES
@@ -19,7 +20,8 @@ from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.vision import QueryTiles
 
 GROUPS, LOGIT_GROUPS = "groups", "logit_groups"  # inputs described in `engine.ops.cuda.adapters`
-OF_TOKENS, OF_LOGITS = -1, -2  # their value ids
+NUM_TOKENS, NUM_LOGITS = "num_tokens", "num_logits"  # inputs i32 [1]: how many rows of a step are no padding
+OF_TOKENS, OF_LOGITS, OF_NUM_TOKENS, OF_NUM_LOGITS = -1, -2, -3, -4  # their value ids
 # by name; KnownStarts of query_starts inform attention, and logit_rows=None requests the outputs of all rows
 Inputs = Mapping[str, Tensor | KnownStarts | QueryTiles | None]
 
@@ -64,6 +66,18 @@ class CudaProgram:
         if layers:
             self._inputs |= {GROUPS: OF_TOKENS, LOGIT_GROUPS: OF_LOGITS}
             self._calls = _adapted(graph, self._calls, layers)
+
+    def count_in(self, counts: Tensor) -> None:
+        """Add the choices of experts to `counts`, i64 [layers, experts], from now on. There are two more
+        inputs, NUM_TOKENS and NUM_LOGITS."""
+        self._inputs |= {NUM_TOKENS: OF_NUM_TOKENS, NUM_LOGITS: OF_NUM_LOGITS}
+        count_of = {layer.topk_ids: count for layer, count in zip(routed_layers(self.graph), counts, strict=True)}
+        of_logits, calls = self.graph.values_by_rows_of(LOGIT_ROWS), self._calls
+        for index, call in enumerate(calls):
+            if (count := count_of.get(call.outputs[0])) is not None:
+                num_real = OF_NUM_LOGITS if call.outputs[0] in of_logits else OF_NUM_TOKENS
+                inputs = (*(*call.inputs, None, None)[:4], num_real)
+                calls[index] = call._replace(run=partial(call.run, counts=count), inputs=inputs)
 
     def __call__(self, inputs: Inputs) -> Outputs:
         """Run the graph of a decoder. The caches among the inputs are updated in place."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.core.cache_groups import table_name
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE
 from engine.executors.cuda.compilation import KernelCompiler
-from engine.executors.cuda.program import GROUPS, Inputs, Outputs
+from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, Inputs, Outputs
 from engine.executors.cuda.sampling import CAPTURED
 from engine.executors.cuda.transfer import IN_FLIGHT
 from engine.executors.spans import SlotSpans
@@ -109,6 +109,7 @@ class StepGraphs:
         self._buffers: StepBuffers  # of the captured graphs
         self.null_block = 0
         self.spans: SlotSpans | None = None  # only if the graph takes spans
+        self.counts_experts = False  # steps have the inputs NUM_TOKENS and NUM_LOGITS
 
     def shape_for(self, inputs: Arrays) -> Shape | None:
         """Return the shape of the graph that can run a step with these inputs. Return None if the step must be launched
@@ -197,8 +198,9 @@ class StepGraphs:
 
     def _empty_step(self, shape: Shape, is_adapted: bool) -> Arrays:
         groups = self._of_adapters((shape.num_tokens, shape.num_logits)) if is_adapted and self._of_adapters else {}
+        of_experts = dict.fromkeys((NUM_TOKENS, NUM_LOGITS), np.zeros(1, np.int32)) if self.counts_experts else {}
         of_spans = self.spans.text_inputs(shape.num_tokens) if self.spans else {}
-        return empty_step(shape, self._padding_slot) | of_spans | groups
+        return empty_step(shape, self._padding_slot) | of_spans | groups | of_experts
 
     def _record(self, run: Run, step: Arrays, tables: Tensor, pool: Pool | None, few: int) -> Captured:
         buffers, parts = self._buffers, filled_up({}, step)

@@ -33,6 +33,7 @@ def moe_route(  # noqa: PLR0913 - the inputs and attributes of the catalogue
     weight: Tensor,
     bias: Tensor | None = None,
     choice_bias: Tensor | None = None,
+    num_real: Tensor | None = None,
     *,
     top_k: int,
     scoring: int,
@@ -44,10 +45,12 @@ def moe_route(  # noqa: PLR0913 - the inputs and attributes of the catalogue
     minimum: float,
     factor: float,
     first_expert: int,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the experts i32 [T, top_k] of the rows of x [T, H], counted from `first_expert`, and their weights f32.
 
-    The order of sums is the same for all numbers of tokens. The tensor of ids remembers the number of all experts.
+    The order of sums is the same for all numbers of tokens. The tensor of ids remembers the number of all experts. To
+    `counts` i64 [E], if given, it adds how often each expert was chosen by the first `num_real` i32 [1] rows.
     """
     num_rows, num_experts = len(x), len(weight)
     ids = new_indices(x, num_rows, top_k)
@@ -56,10 +59,11 @@ def moe_route(  # noqa: PLR0913 - the inputs and attributes of the catalogue
         sums = _sums(x, weight)
         _choose[(num_rows,)](
             sums, sums if bias is None else bias, sums if choice_bias is None else choice_bias, ids, weights,
+            ids if counts is None else counts, ids if num_real is None else num_real,
             num_rows, epsilon, minimum, factor, first_expert, len(sums),
             num_experts, triton.next_power_of_2(num_experts), top_k, triton.next_power_of_2(top_k), scoring,
             num_groups, triton.next_power_of_2(num_groups), top_groups, group_best, bool(renormalize),
-            bias is not None, choice_bias is not None, num_warps=1, **PDL,
+            bias is not None, choice_bias is not None, counts is not None, num_warps=1, **PDL,
         )  # fmt: skip
     setattr(ids, "num_experts", num_experts)  # noqa: B010 - Tensor declares no such attribute
     return ids, weights
@@ -145,10 +149,11 @@ def _logits(
 
 @kernel
 def _choose(
-    sums, bias, choice_bias, ids, weights, num_rows, epsilon, minimum, factor, first_expert, PARTS: tl.constexpr,
+    sums, bias, choice_bias, ids, weights, counts, num_real, num_rows, epsilon, minimum, factor, first_expert,
+    PARTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, SCORING: tl.constexpr,
     NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr, IS_COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of one token. EXPERTS, SLOTS, GROUPS: the numbers of them rounded up to powers of two."""
     begin_next()
@@ -191,6 +196,15 @@ def _choose(
     at = row * TOP_K + j
     tl.store(ids + at, chosen_ids - first_expert, mask=j < TOP_K)
     tl.store(weights + at, chosen * factor, mask=j < TOP_K)
+    _count(counts, num_real, row, chosen_ids, j < TOP_K, IS_COUNTED)
+
+
+@triton.jit
+def _count(counts, num_real, row, chosen_ids, is_slot, IS_COUNTED: tl.constexpr):
+    """Add the choices of a token that is no padding."""
+    if IS_COUNTED:
+        is_counted = is_slot & (row < tl.load(num_real))
+        tl.atomic_add(counts + chosen_ids, tl.full(chosen_ids.shape, 1, tl.int64), mask=is_counted, sem="relaxed")
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """The engine's process seen from its socket and from its supervisor."""
 
+import json
 import os
 import random
 import signal
@@ -21,7 +22,7 @@ from engine.link import client as client_module
 from engine.link import messages
 from engine.link import server as server_module
 from engine.settings.config import Config
-from engine.settings.processes import ENGINE_PROGRESS_FILE
+from engine.settings.processes import ENGINE_PROGRESS_FILE, EXPERT_USAGE_FILE
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import CountingExecutor
@@ -361,6 +362,27 @@ def test_a_signal_ends_the_process_in_order(start, number, variables, tmp_path):
     assert "ready: 40 blocks of 4 tokens" in err
     assert "stopped" in err.splitlines()[-1]
     assert (tmp_path / ENGINE_PROGRESS_FILE).exists()
+
+
+def test_the_usage_of_experts_is_written_at_the_end(exported, tmp_path):
+    graph_dir = exported("qwen3_moe", block_size=16)
+    environ = {**os.environ, "GRAPH_DIR": str(graph_dir), "RUN_DIR": str(tmp_path), "CPU_THREADS": "1", "BLOCK_BS": "8"}
+    engine = subprocess.Popen([sys.executable, "-m", "engine.process"], cwd=ROOT, env=environ)
+    try:
+        with a_client(f"ipc://{tmp_path}/engine.sock") as client:
+            for first in range(6):
+                assert submit(client, [first, *range(1, 299)] * 3, 2).wait() == "length"
+            num_choices = client.stats["num_expert_choices"]
+            engine.terminate()
+            assert engine.wait(PATIENCE_S) == 0
+    finally:
+        engine.kill()
+        engine.wait()
+    written = json.loads((tmp_path / EXPERT_USAGE_FILE).read_text())
+    assert written["model"] == graph_dir.name
+    counts = list(written["layers"].values())
+    assert sum(map(sum, counts)) >= num_choices > 10_000
+    assert len(counts) == 2  # the layer between them has an MLP
 
 
 @pytest.mark.parametrize(
