@@ -3,7 +3,7 @@
 Such a stub reads the item size of an array where numpy 2 stores the flags of its dtype. For tensors of strings, the
 only ones of the server's model, this module corrects two consequences. Input arrays would have wrong strides: the stub
 gets an array API that ignores strides. Outputs would be cut off: their bytes are stored in items whose size equals the
-flags of their dtype, padded with spaces, which have no meaning after JSON.
+flags of their dtype, and padded behind the string, where the readers of a tensor with one string do not look.
 """
 
 import ctypes
@@ -59,10 +59,13 @@ serialize_original = serialize_byte_tensor  # noqa: F821 - executed above
 
 
 def serialize_byte_tensor(input_tensor):
-    """Return the serialized tensor of one string, padded to a multiple of the item size."""
+    """Return the serialized tensor of one string: its length, the string, and zeros up to a multiple of the item size.
+
+    The length does not count the zeros, because MessagePack does not allow anything behind a message.
+    """
     [text] = input_tensor.reshape(-1)
-    padding = b" " * (-(len(text) + 4) % ITEM.itemsize)
-    return np.frombuffer(serialize_original(np.array([text + padding], dtype=np.object_)), dtype=ITEM)
+    padding = bytes(-(len(text) + 4) % ITEM.itemsize)
+    return np.frombuffer(serialize_original(np.array([text], dtype=np.object_)) + padding, dtype=ITEM)
 
 
 sys.modules["numpy.core.multiarray"] = api_without_strides()  # before the stub asks for it

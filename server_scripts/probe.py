@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from engine import wire
 from engine.address import connect_host, in_url
 from engine.errors import RequestError
@@ -109,7 +111,11 @@ class Probe:
         requests = iter([infer_request(body)])
         responses = GRPCInferenceServiceStub(channel).ModelStreamInfer(requests, timeout=timeout_s, metadata=metadata)
         for response in responses:
-            answer = read(payload_of(response))
+            payload = payload_of(response)
+            try:
+                answer = read(payload)
+            except (ValueError, msgspec.MsgspecError) as error:
+                raise ProbeError(f"an answer of {len(payload)} bytes is unreadable: {error}") from None
         if not answer.get("is_end"):
             raise ProbeError("the answer had no end")
         return answer

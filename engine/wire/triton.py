@@ -56,7 +56,8 @@ def payload_of(response: service_pb2.ModelStreamInferResponse) -> bytes:
         raise EngineUnavailable(f"the model server failed: {response.error_message}")
     result = response.infer_response
     if contents := result.raw_output_contents:
-        return contents[0][LENGTH_BYTES:]
+        end = LENGTH_BYTES + int.from_bytes(contents[0][:LENGTH_BYTES], "little")
+        return contents[0][LENGTH_BYTES:end]  # padding may follow, see server_scripts/backend_utils_numpy2.py
     if result.outputs and result.outputs[0].contents.bytes_contents:
         return result.outputs[0].contents.bytes_contents[0]
     raise EngineUnavailable("the model sent an empty response")

@@ -3,10 +3,13 @@ Answers and times are made up.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from engine.settings.config import Config
+from engine.wire.triton import encode_string
 from server_scripts.child import Child, ChildSpec
 from server_scripts.health import (
     ENGINE_SILENT_S,
@@ -17,6 +20,7 @@ from server_scripts.health import (
     why_engine_must_end,
     why_triton_must_end,
 )
+from server_scripts.probe import Probe, ProbeError
 
 CONFIG = Config(start_timeout_s=100.0, check_health_interval_s=30.0)
 
@@ -138,3 +142,15 @@ def test_failures_are_counted_until_an_answer_and_ports_are_checked_until_they_h
     assert [o.num_failures for o in seen] == [1, 2, 0, 0, 0, 0, 1]
     assert [o.checked for o in seen] == [False, False, False, False, True, True, True]
     assert (probe.num_checks, seen[-1].error, seen[-1].check_error) == (2, "off", "")
+
+
+def test_an_unreadable_answer_is_none(monkeypatch):
+    """A shutdown that waits for open requests must not fail, which would leave processes running."""
+    response = service_pb2.ModelStreamInferResponse()
+    response.infer_response.raw_output_contents.append(encode_string(b"\xc1 is no message"))
+    stub = SimpleNamespace(ModelStreamInfer=lambda *_args, **_kwargs: [response])
+    monkeypatch.setattr(service_pb2_grpc, "GRPCInferenceServiceStub", lambda _channel: stub)
+    probe = Probe(CONFIG)
+    with pytest.raises(ProbeError, match="an answer of 15 bytes is unreadable"):
+        probe.state()
+    assert probe.num_open() == 0

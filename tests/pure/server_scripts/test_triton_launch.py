@@ -4,6 +4,7 @@ wheel's.
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,6 +85,41 @@ def test_a_stub_for_numpy_1_gets_our_utilities_under_numpy_2(image, tmp_path, mo
         triton.prepare(triton.find_tritonserver(), tmp_path / "run", tmp_path / "repository")
         assert (utilities.resolve().name == "backend_utils_numpy2.py") == is_ours
         assert utilities.with_name(f"original_{utilities.name}").exists() == is_ours
+
+
+WITH_NUMPY_2 = """
+import sys
+import msgspec
+import numpy as np
+from tritonclient.grpc import service_pb2
+from engine.wire.triton import payload_of
+sys.path.insert(0, sys.argv[1])
+import triton_python_backend_utils as utilities
+for length in range(70):
+    payload = msgspec.msgpack.encode("a" * length)
+    items = utilities.serialize_byte_tensor(np.array([payload], np.object_))
+    assert items.dtype.flags == items.dtype.itemsize  # the stub takes these flags for the size of an item
+    response = service_pb2.ModelStreamInferResponse()
+    response.infer_response.raw_output_contents.append(items.tobytes())
+    assert msgspec.msgpack.decode(payload_of(response)) == "a" * length
+"""
+
+
+def test_answers_of_a_stub_for_numpy_1_are_readable_under_numpy_2(tmp_path):
+    package = importlib.util.find_spec("pytriton").submodule_search_locations[0]
+    original = Path(package) / "tritonserver" / "backends" / "python" / triton.BACKEND_UTILS
+    (tmp_path / triton.BACKEND_UTILS).symlink_to(triton.ROOT / "server_scripts" / "backend_utils_numpy2.py")
+    (tmp_path / f"original_{triton.BACKEND_UTILS}").write_text("import struct\n" + serializer_of(original))
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_NUMPY_2, tmp_path], cwd=triton.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def serializer_of(utilities):
+    """Return Triton's function that serializes strings; the rest of its file needs the stub."""
+    text = utilities.read_text()
+    return text[text.index("def serialize_byte_tensor") : text.index("def deserialize_bytes_tensor")]
 
 
 def test_the_stub_finds_this_interpreter_and_our_packages(image, tmp_path):
