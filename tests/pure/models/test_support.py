@@ -115,7 +115,7 @@ def assert_computes(model_type, precision, exported):
 
 @pytest.mark.parametrize(("model_type", "precision"), QUICK, ids=lambda each: getattr(each, "stored", each))
 def test_every_family_computes_in_eight_bits_on_a_cpu_and_one_with_every_precision(model_type, precision, exported):
-    """All others are in tests/engines."""
+    """Others are in tests/engines."""
     assert_computes(model_type, precision, exported)
 
 
