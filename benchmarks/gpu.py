@@ -5,7 +5,8 @@
 The model is an exported one, or a shape, which is first exported without weights (LOAD_FORMAT=dummy). Decode is
 measured in the steady state: the given number of requests, each with a context of --context tokens, all in every step.
 The limit is the time to read all weights and the cache once at the bandwidth at which this GPU sums numbers; of a
-mixture of experts, the weights of the experts that a step uses, whose number in a layer is shown. Busy is the share of
+mixture of experts, the weights of the experts that a step uses, whose number in a layer is shown, beside the share of
+the busiest expert of a layer in all choices; --router-skew makes some experts busier than others. Busy is the share of
 the time in which a kernel runs, by torch's profiler; --kernels shows those that add most time. With several ranks
 both are those of the first rank, which reads its own shard. The last line of the output is JSON.
 """
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.experts_hit import experts_of, num_hit
+from benchmarks.experts_hit import busiest_share, experts_of, num_hit, skew
 from benchmarks.random_adapter import make_adapter
 from benchmarks.random_checkpoint import SHAPES
 from engine import graph as graphs
@@ -49,7 +50,7 @@ LORA_RANK = 16
 
 
 class Bench:
-    def __init__(self, model_dir: Path, config: Config):
+    def __init__(self, model_dir: Path, config: Config, router_skew: float = 0.0):
         self.model = Manifest.read(model_dir)
         files, directory = self.model.graph(), rank_dir(model_dir)
         graph = graphs.read_graph(directory / files.program, files.outputs)
@@ -61,6 +62,9 @@ class Bench:
         self.expert_bytes = num_bytes(replace(graph, parameters={name: graph.parameters[name] for name in names}))
         self.executor, self.config = make_executor(model_dir, config), config
         collect_garbage_seldom()
+        if router_skew:
+            assert config.mp_num == 1, "--router-skew does not reach the processes of other ranks"
+            skew(self.executor, router_skew)
         self.num_blocks = allocate_cache(self.executor, config, self.model.max_seq_len)
         self.token_bytes = self.executor.block_bytes / self.executor.block_size
         self.bandwidth = bandwidth()
@@ -116,6 +120,7 @@ class Bench:
             torch.cuda.synchronize()
         first = self.executor.first if isinstance(self.executor, RanksExecutor) else self.executor
         hit = num_hit(first, loop.step, self.num_experts) if self.num_experts else 0.0
+        busiest = busiest_share(first) if self.num_experts else 0.0
         for name in [*map(str, range(num_requests)), *(f"waiting {number}" for number in range(self.num_waiting))]:
             loop.drop(name)
         run_to_end(loop)
@@ -127,6 +132,7 @@ class Bench:
             "limit_ms": 1e3 * read / self.bandwidth,
             "busy": busy_share(profile, TRACED, kernels),
             "experts_hit": hit,
+            "busiest_expert": busiest,
         }
 
 
@@ -230,6 +236,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=0, help="that are shown of each case")
     parser.add_argument("--mp-num", type=int, default=1, help="ranks, a GPU each")
     parser.add_argument("--expert-parallel", action="store_true", help="with ENABLE_EXPERT_PARALLEL=1")
+    parser.add_argument("--router-skew", type=float, default=0.0, help="exponent of a Zipf distribution of experts")
     args = parser.parse_args()
     settings: dict[str, Any] = {"batch_size": max([*args.decode, 64]), "max_num_batched_tokens": 8192}
     settings |= {
@@ -247,7 +254,7 @@ def main() -> None:
     options = replace(DUMMY, max_seq_len=args.max_seq_len, quant_type=args.quant, int8_cache=args.int8_cache)
     options = replace(options, num_ranks=args.mp_num, expert_parallel=args.expert_parallel)
     folder = exported(args.model, options)
-    bench = Bench(folder, Config(**settings))
+    bench = Bench(folder, Config(**settings), args.router_skew)
     ready = time.perf_counter() - started
     rows: dict[str, Any] = {"ready_s": ready, "bandwidth": bench.bandwidth}
     samplings: dict[str, dict[str, Any]] = {"": {}}
@@ -267,13 +274,13 @@ def main() -> None:
     print(
         f"\n{args.mp_num} x {torch.cuda.get_device_name()}, {bench.bandwidth / 1e12:.2f} TB/s, ready in {ready:.1f} s"
     )
-    print("case                     tok/s    step ms   limit ms   of the limit   busy   experts hit")
+    print("case                     tok/s    step ms   limit ms   of the limit   busy   experts hit   busiest")
     for name, row in rows.items():
         if isinstance(row, dict) and "step_ms" in row:
             share = row["limit_ms"] / row["step_ms"]
             print(
                 f"{name:18}{row['tok_s']:12.0f}{row['step_ms']:11.2f}{row['limit_ms']:11.2f}{share:15.0%}{row['busy']:7.1%}"
-                f"{row['experts_hit']:14.1f}"
+                f"{row['experts_hit']:14.1f}{row['busiest_expert']:10.1%}"
             )
         elif isinstance(row, dict):
             print(f"{name:18}{row['tok_s']:12.0f}")

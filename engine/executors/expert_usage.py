@@ -88,6 +88,10 @@ class ExpertUsage:
             "num_busiest_rank_choices": int(of_ranks.max(1).sum()),
         }
 
+    def counts(self) -> np.ndarray:
+        """Return how often each expert was chosen, [layers, experts], when all steps so far have ended."""
+        return self._counter.read(is_final=True)
+
     def clear(self) -> None:
         """Forget the steps so far, which were not those of requests."""
         self._counter.clear()
@@ -95,7 +99,7 @@ class ExpertUsage:
     def write(self, path: Path, model: str) -> None:
         """Write the counts, unless there are too few to say anything. `model`: that they belong to. A failure is
         logged."""
-        counts = self._counter.read(is_final=True)
+        counts = self.counts()
         if counts[0].sum() < MIN_TOKENS:
             return
         layers = dict(zip(self._names, counts.tolist(), strict=True))

@@ -1,11 +1,16 @@
 """Mixtures of experts on the GPU: routing and products against their definitions."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
+from benchmarks.experts_hit import _name, skew  # noqa: E402
 from engine.dtypes import CODES_PER_SCALE, FP8_BLOCK, SMALL_GROUP, from_bf16, from_fp8, to_bf16  # noqa: E402
+from engine.executors.cuda.program import GraphCall  # noqa: E402
 from engine.models.quantize import to_int4, to_int8  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.cuda import experts, invariant, routing  # noqa: E402
@@ -83,6 +88,21 @@ def test_choices_of_rows_that_are_no_padding_are_added_to_the_counts(device):
         expected += np.bincount(ids[:num_rows].ravel() + 10, minlength=24)
         assert np.array_equal(array(found[0]), ids) and np.array_equal(array(found[1]), weights)
         assert np.array_equal(array(counts), expected)
+
+
+@pytest.mark.parametrize(("exponent", "busiest"), [(0, 0.04), (1, 0.21), (2, 0.61)])
+def test_the_skewed_router_of_benchmarks_chooses_about_as_a_zipf_distribution(device, exponent, busiest):
+    """`busiest` is the largest probability of the distribution, or for 0 that of the busiest of few tokens."""
+    rng = np.random.default_rng(0)
+    x, weight = floats(rng, 500, 300), floats(rng, 64, 300) * 0.02
+    x /= np.sqrt((x**2).mean(1, keepdims=True))
+    call = GraphCall(partial(cuda.moe_route, **{**ROUTE, "top_k": 1}), (0, 1), (2, 3), ())
+    program = SimpleNamespace(_calls=[call], _params={1: tensor(weight, device)})
+    skew(SimpleNamespace(_program=program), exponent)
+    ids, _ = program._calls[0].run(tensor(x, device), tensor(weight, device), None, None)
+    share = np.bincount(array(ids).ravel()).max() / len(x)
+    assert abs(share - busiest) < 0.05
+    assert _name(program._calls[0].run) == "moe_route"
 
 
 @pytest.mark.parametrize("count", [1, 700, 5000])

@@ -48,7 +48,7 @@ def test_the_counts_are_those_of_the_definition(exported, settings):
     _, num_tokens = run(ReferenceExecutor(graph_dir, ops), config)
     executor = make_executor(graph_dir, Config(**vars(config) | settings), owns_process=False)
     loop, _ = run(executor, config)
-    counts = executor.expert_usage._counter.read()
+    counts = executor.expert_usage.counts()
     num_layers, top_k = len(counts), chosen[0].shape[1]
     if settings:  # some drafts were rejected, and chose experts as well
         assert (counts.sum(1)[:-1] >= num_tokens * top_k).all()
