@@ -199,14 +199,14 @@ def measure(executor: Executor, num_blocks: int, config: Config, count: int, con
 
 
 def parts_of(executor: Any) -> dict[str, tuple[Any, str]]:
-    """Return the calls of a step with drafts whose times are measured, as object and method: `drafts` contains `run`,
-    which contains `submit`, so the rest of `run` is nearly all spent waiting for the draft model. `launch` and `wait`
-    are those of the step that verifies."""
+    """Return the calls of a step with drafts whose times are measured, as object and method. `drafts` contains
+    `submit`, the launch of the draft model, and `finish` is the time spent waiting for it. `launch` and `wait` are
+    those of the step that verifies."""
     source = getattr(executor, "_source", None)
     if source is None:
         return {}
     model, accepting = source._model, executor._executor
-    parts = {"drafts": (source, "drafts"), "run": (model, "run"), "submit": (model._graphs, "launch")}
+    parts = {"drafts": (source, "drafts"), "submit": (model._graphs, "launch"), "finish": (model, "finish")}
     parts |= {"launch": (accepting, "launch"), "wait": (accepting, "wait")}
     return parts | {name: (source, name) for name in ("read", "note", "keep")}
 

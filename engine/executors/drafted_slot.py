@@ -22,6 +22,7 @@ class DraftedSlot:
     token_ids: list[int]  # prompt, then the known tokens of the answer
     prompt_len: int
     max_len: int  # positions that the request can occupy at most, see `Request.max_len`
+    samples_by_tokens: bool = False  # sampling behind drafts depends on them, as with penalties
     drafts: Sequence[int] = ()  # the last ones, whether or not a step has verified them
     drafted_at: int = 0  # number of tokens at that time
     level: int = 0  # of these drafts, see `Acceptance`

@@ -44,11 +44,17 @@ class DraftSource(Protocol):
         self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], max_drafts: int, policy: DraftPolicy | None
     ) -> Drafts:
         """Return the drafts of the rows, at most `max_drafts` together. The policy chooses how many; without one, there
-        are as many as possible."""
+        are as many as possible. On a device that runs ahead, ids may stand for tokens that are still computed."""
         ...
 
-    def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
-        """Read what a step has computed beside its tokens, which are in `slots`."""
+    def finish(self, slots: Mapping[int, DraftedSlot]) -> Drafts:
+        """Return the tokens of the last `drafts` if it has returned ids that stand for them."""
+        ...
+
+    def read(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
+    ) -> None:
+        """Read what a step has computed beside its tokens, which are in `slots`. `noted`: the result of `note`."""
         ...
 
     def may_pass(self, rows: Sequence[Row]) -> bool:
@@ -194,7 +200,7 @@ class DraftingExecutor:
             self._begin(batch)
             output: StepOutput = self._executor.compute(batch, wait_for_mask)  # type: ignore[attr-defined]
             self._append(batch.rows, output)
-            self._source.read(batch.rows, self._slots, self._policy)
+            self._source.read(batch.rows, self._slots, self._policy, self._source.note(batch.rows))
         except BaseException as error:
             self._error = error
             raise
@@ -246,15 +252,15 @@ class DraftingExecutor:
         self._source.begin(batch, self._slots)
         for slot, token_ids, prompt_len, sampling, *_ in batch.arrivals:
             max_len = prompt_len + max(sampling.max_new_tokens - 1, 0)
-            self._slots[slot] = DraftedSlot(list(token_ids), prompt_len, max_len)
+            by_tokens = bool(sampling.has_penalty or sampling.bad_words or sampling.logit_bias)
+            self._slots[slot] = DraftedSlot(list(token_ids), prompt_len, max_len, by_tokens)
 
     def _compute(self, batch: Batch, step: DraftingStep) -> StepOutput:
         self._begin(batch)
         began = time.perf_counter()
         filled, drafts = self._fill_in(batch)
-        step.drafted.set_result(drafts)
         launched = time.perf_counter()
-        output = self._output(filled, step)
+        output, noted = self._output(filled, drafts, step)
         if self._policy:
             now = time.perf_counter()
             step_s, draft_s = now - launched, launched - began - self._source.invested_s
@@ -263,18 +269,27 @@ class DraftingExecutor:
             self._ended_s = now
             self._source.learn(self._policy.learn(filled.rows, output, step_s, draft_s), step_s)
         self._append(filled.rows, output, drafts)
-        self._source.read(filled.rows, self._slots, self._policy)
+        self._source.read(filled.rows, self._slots, self._policy, noted)
         return output._replace(num_drafts=sum(map(len, drafts.values())))
 
-    def _output(self, filled: Batch, step: DraftingStep) -> StepOutput:
-        """Return the output of the other executor."""
+    def _output(self, filled: Batch, drafts: dict[int, Sequence[int]], step: DraftingStep) -> tuple[StepOutput, Any]:
+        """Return the output of the other executor, and what the source has noted of the step. Drafts that are still
+        computed are replaced by their tokens."""
         if self._computes:
+            step.drafted.set_result(drafts)
             wait_for_mask = step.masked.result if filled.has_mask else lambda: None
-            return self._executor.compute(filled, wait_for_mask)  # type: ignore[attr-defined]
+            output: StepOutput = self._executor.compute(filled, wait_for_mask)  # type: ignore[attr-defined]
+            return output, self._source.note(filled.rows)
         running = self._executor.launch(filled)
+        noted = self._source.note(filled.rows) if self._is_ahead else None
+        for index, tokens in self._source.finish(self._slots):
+            row_tokens: Any = filled.rows[index].token_ids  # a list that `_fill_in` has made
+            row_tokens[-len(tokens) :] = drafts[filled.rows[index].slot] = tokens
+        step.drafted.set_result(drafts)
         if filled.has_mask:
             running.mask(step.masked.result())
-        return running.result()
+        output = running.result()
+        return output, noted if self._is_ahead else self._source.note(filled.rows)
 
     def _fill_in(self, batch: Batch) -> tuple[Batch, dict[int, Sequence[int]]]:
         """Return the batch with all its tokens, and the drafts that were added to it, by slot."""

@@ -82,7 +82,12 @@ class LookupDrafts:
         counts = policy.choose_for(rows, [(slots[rows[index].slot].level, len(drafts)) for index, drafts in offers])
         return [(index, drafts[:count]) for (index, drafts), count in zip(offers, counts, strict=True) if count]
 
-    def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
+    def finish(self, slots: Mapping[int, DraftedSlot]) -> Drafts:
+        return []
+
+    def read(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
+    ) -> None:
         """Do nothing: a lookup needs only tokens."""
 
     def may_pass(self, rows: Sequence[Row]) -> bool:

@@ -4,7 +4,7 @@ them. It handles tokens and times, and is independent of tensors."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +32,9 @@ class DraftRow(NamedTuple):
     states: np.ndarray | None = None  # [tokens, ...], only for an MTP layer: what it reads beside each token
 
 
+Run = Callable[[Sequence[DraftRow], int], list[list[int]]]
+
+
 class DraftModel(Protocol):
     """A draft model on a device."""
 
@@ -40,6 +43,12 @@ class DraftModel(Protocol):
     block_bytes: int
     chunk: int  # tokens of prompts that it reads in one run
 
+    @property
+    def begin(self) -> Run | None:
+        """Launch a run, and return ids that stand for its drafts in the step that is launched next. None if the step
+        needs the tokens themselves."""
+        ...
+
     def allocate(self, num_blocks: int) -> None: ...
 
     def place(self, batch: Batch) -> None: ...
@@ -47,6 +56,10 @@ class DraftModel(Protocol):
     def run(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
         """Compute the rows. Return, for each row that samples, one token or several up to `num_drafts`, in which case
         it has also computed all of them but the last."""
+        ...
+
+    def finish(self) -> list[list[int]]:
+        """Return the drafts of the run that `begin` has launched."""
         ...
 
 
@@ -75,6 +88,7 @@ class ModelDrafts:
         self.invested_s = 0.0
         self._model, self._vocab_size = model, vocab_size
         self._costs = DraftCosts()
+        self._begun: list[Wish] = []  # rows of a run that was launched, whose drafts are not known yet
 
     def allocate(self, num_blocks: int) -> None:
         self._model.allocate(num_blocks)
@@ -91,12 +105,25 @@ class ModelDrafts:
         wishes = self._wishes(rows, slots, max_drafts, policy)
         if wishes and policy:
             wishes = self._chosen(rows, slots, wishes, policy)
-        made = self._make(wishes, policy.step_s(len(rows)) if policy else float("inf")) if wishes else []
+        may_begin = not any(slots[wish.slot].samples_by_tokens for wish in wishes)
+        made = self._make(wishes, policy.step_s(len(rows)) if policy else float("inf"), may_begin) if wishes else []
         for wish, tokens in made:
             slots[wish.slot].note_drafts(tokens, _level(slots[wish.slot]))
         return [(wish.row, tokens) for wish, tokens in made if tokens]
 
-    def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
+    def finish(self, slots: Mapping[int, DraftedSlot]) -> Drafts:
+        begun, self._begun = self._begun, []
+        found: Drafts = []
+        for wish, tokens in zip(begun, self._model.finish() if begun else (), strict=True):
+            self._extend(wish, [], tokens)
+            # All of them: an id that the target model does not have is never accepted.
+            found.append((wish.row, tokens[: wish.num_drafts]))
+            slots[wish.slot].note_drafts(found[-1][1], _level(slots[wish.slot]))
+        return found
+
+    def read(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
+    ) -> None:
         """Do nothing: the draft model needs only tokens, which it reads when it drafts."""
 
     def may_pass(self, rows: Sequence[Row]) -> bool:
@@ -138,14 +165,19 @@ class ModelDrafts:
         counts = policy.choose_for(rows, levels, partial(self._costs.run_s, len(wishes)))
         return [wish._replace(num_drafts=count) for wish, count in zip(wishes, counts, strict=True) if count]
 
-    def _make(self, wishes: Sequence[Wish], step_s: float) -> list[tuple[Wish, list[int]]]:
-        """Return the draft tokens of the rows. `step_s` is the time of a step without drafts."""
+    def _make(self, wishes: Sequence[Wish], step_s: float, may_begin: bool) -> list[tuple[Wish, list[int]]]:
+        """Return the draft tokens of the rows. `step_s` is the time of a step without drafts. If `may_begin`, they may
+        be ids that stand for tokens of a run that was only launched."""
         rows, ready = self._first_rows(wishes, step_s)
+        if may_begin and ready and self._model.begin and all(len(row.token_ids) <= SHORT for row in rows):
+            ids = self._run(self._model.begin, rows, max(wish.num_drafts for wish in ready))
+            self._begun = ready
+            return [(wish, each[: wish.num_drafts]) for wish, each in zip(ready, ids, strict=True)]
         made: list[tuple[Wish, list[int]]] = [(wish, []) for wish in ready]
         alive = made
         while rows:
             left = max((wish.num_drafts - len(drafts) for wish, drafts in alive), default=0)
-            for (wish, drafts), tokens in zip(alive, self._run(rows, left), strict=True):
+            for (wish, drafts), tokens in zip(alive, self._run(self._model.run, rows, left), strict=True):
                 self._extend(wish, drafts, tokens)
             position = max((len(drafts) for _, drafts in alive), default=0)
             alive = [each for each in alive if len(each[1]) == position < each[0].num_drafts]
@@ -185,9 +217,9 @@ class ModelDrafts:
         position = len(wish.token_ids) + len(drafts) - 1
         return DraftRow(wish.slot, position, drafts[-1:], True, position + 1 - wish.prompt_len)
 
-    def _run(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
+    def _run(self, run: Run, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
         began = time.perf_counter()
-        tokens = self._model.run(rows, num_drafts)
+        tokens = run(rows, num_drafts)
         seconds, depth = time.perf_counter() - began, len(tokens[0]) if tokens else 1
         num_read = sum(len(row.token_ids) for row in rows if len(row.token_ids) > SHORT)
         self.invested_s += self._costs.observe(len(tokens), num_read, seconds, depth)

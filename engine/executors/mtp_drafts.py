@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -74,8 +74,10 @@ class MtpDrafts(ModelDrafts):
         for arrival in batch.arrivals:
             self._unread.pop(arrival.slot, None)
 
-    def read(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> None:
-        self.keep(rows, slots, self.note(rows))
+    def read(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
+    ) -> None:
+        self.keep(rows, slots, noted)
         long = {slot: len(unread) for slot, unread in self._unread.items() if unread.end - unread.start > SHORT}
         if not long:
             return

@@ -98,7 +98,7 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(method, family, use_c
     drafting = with_drafts(executor, config, None, source)
     drafting.allocate(60)
     model, logits, drafts = source._model, [], []
-    compute, launch, ids = model._runs._program, model.run, np.arange(executor._vocab_size)
+    compute, finish, ids = model._runs._program, model.finish, np.arange(executor._vocab_size)
     if (graph_dir / FILE).exists():
         ids = np.load(graph_dir / FILE)
 
@@ -108,7 +108,7 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(method, family, use_c
         return outputs
 
     model._runs._program = program
-    model.run = lambda rows, count: [made := launch(rows, count), drafts.extend(made)][0]
+    model.finish = lambda: [made := finish(), drafts.extend(made)][0]
     with np.load(ROOT / f"tests/golden/{method}/{family}.npz") as known:
         loop = EngineLoop(drafting, 60, replace(config, max_num_batched_tokens=24))
         for length in (3, 70) if IS_INTERPRETED else (3, 70, 70):

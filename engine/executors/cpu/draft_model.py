@@ -62,6 +62,11 @@ class CpuDraftModel:
         if copies := self._slots.place(batch):
             self._graph.copy(copies)
 
+    begin = None
+
+    def finish(self) -> list[list[int]]:
+        raise NotImplementedError("a run on a CPU returns its tokens")
+
     def run(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
         """Compute the tokens of the rows, and return one token for each row that samples; a negative one if none can be
         sampled."""

@@ -1,7 +1,8 @@
 """Draft model, MTP layer and EAGLE-3 head on a GPU: a second graph, whose KV cache has the block ids of the target
 model.
 
-Hidden states stay on the device, where a number stands for each. The draft tokens of a step are read back once.
+Hidden states stay on the device, where a number stands for each. The draft tokens of a step are read back once, and the
+step that verifies them can be launched before.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ class CudaDraftModel:
         self.chunk = min(config.max_step_tokens, graph.max_seq_len)
         self._max_drafts = config.speculate_max_draft_token_num
         bounds = DraftSizes(sizes.num_slots, self._max_drafts, sizes.max_blocks)
-        tokens = DraftedTokens(self._max_drafts, sizes.num_slots, self._device, graph.draft_ids)
+        memory, first_id = executor.draft_tokens
+        tokens = DraftedTokens(sizes.num_slots, memory, graph.draft_ids)
+        self._ids = first_id - np.arange(len(memory)).reshape(tokens.drafts.shape)
+        self._download: Download | None = None  # of the drafts of the last run
         self._runs = DraftRuns(graph.program, bounds, tokens, graph.states, self._device)
         self._graphs = DraftGraphs(self._runs, config, bounds, self._device)
         self._compiler = KernelCompiler(self._device, lambda progress: None) if self._device.type == "cuda" else None
@@ -89,12 +93,23 @@ class CudaDraftModel:
     def run(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
         """Compute the tokens of the rows, and return `num_drafts` tokens for each row that samples; negative ones if
         none can be sampled."""
+        self.begin(rows, num_drafts)
+        return self.finish()
+
+    def begin(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
+        """Launch a run. Return ids that stand for its drafts in a step that the executor launches next."""
         rows = sorted(rows, key=lambda row: not row.samples)
         sampling = [row for row in rows if row.samples]
         depth = num_drafts if sampling else 0
         self._graphs.launch(self._inputs(rows, depth), self._slots.sampling_rows(sampling), depth)
         drafts = self._runs.tokens.drafts[:depth, : len(sampling)]
-        return Download.of({"drafts": drafts}, self._device).wait()["drafts"].T.tolist()
+        self._download = Download.of({"drafts": drafts}, self._device)
+        return self._ids[:depth, : len(sampling)].T.tolist()
+
+    def finish(self) -> list[list[int]]:
+        """Wait for the run and return its drafts."""
+        assert self._download
+        return self._download.wait()["drafts"].T.tolist()
 
     def _inputs(self, rows: Sequence[DraftRow], depth: int) -> dict[str, np.ndarray]:
         """Return the inputs of the first step. The block tables reach to the last position of the run, which may lie

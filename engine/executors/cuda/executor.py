@@ -111,8 +111,10 @@ class CudaExecutor:
         self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size, self.cache_groups)
         self._slots.spans = self._graphs.spans = SlotSpans.of(self._program.graph, config.batch_size)
         self.takes_spans = self._slots.spans is not None
-        # One token for each slot, and one for padding.
-        self._last_tokens = torch.zeros(config.batch_size + 1, dtype=torch.int32, device=self._device)
+        # One token for each slot, and one for padding. Behind them are the draft tokens of a run.
+        self._first_draft, num_drafts = config.batch_size + 1, config.speculate_max_draft_token_num
+        num_tokens = self._first_draft + num_drafts * config.batch_size * (config.speculate_method != "none")
+        self._last_tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self._device)
         self._no_embeddings = torch.zeros(1, self._program.params[TABLE].shape[1], device=self._device)
         self.states: Tensor | None = None  # [T, H] of the last step, until the next, if the graph has them
         self.vision: CudaVisionEncoder | None = None
@@ -132,6 +134,12 @@ class CudaExecutor:
         """Return memory for hidden states, filled with zeros: [num_rows, H]."""
         table = self._program.params[TABLE]
         return table.new_zeros(num_rows, table.shape[1])
+
+    @property
+    def draft_tokens(self) -> tuple[Tensor, int]:
+        """Return the memory of the draft tokens of a run, i32 [drafts * slots], and the token id that stands for the
+        first of them in a row of a step. Those behind it have the next lower ids."""
+        return self._last_tokens[self._first_draft :], -2 - self._first_draft
 
     def free_bytes(self) -> int:
         """Return the bytes of the device that GPU_MEMORY_UTILIZATION leaves for the cache, after everything else that

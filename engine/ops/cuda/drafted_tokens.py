@@ -13,13 +13,15 @@ from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 class DraftedTokens:
     """Tokens that a draft model has sampled since the beginning of a run, and its next inputs. Owns their memory.
 
-    `draft_ids` are the tokens of the target model for those of the draft model, i32; None: they are the same.
+    `memory` i32 [drafts * rows] receives the tokens of a run. `draft_ids` are the tokens of the target model for those
+    of the draft model, i32; None: they are the same.
     """
 
-    def __init__(self, max_drafts: int, max_rows: int, device: torch.device, draft_ids: Tensor | None = None):
+    def __init__(self, max_rows: int, memory: Tensor, draft_ids: Tensor | None = None):
+        device = memory.device
         self._draft_ids = draft_ids
         self._counts = torch.zeros(2, dtype=torch.int32, device=device)  # the first one: steps since the beginning
-        self.drafts = torch.zeros(max_drafts, max_rows, dtype=torch.int32, device=device)  # by step and row
+        self.drafts = memory.view(-1, max_rows)  # by step and row
         self.token_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.positions = torch.zeros(max_rows, dtype=torch.int32, device=device)
 

@@ -107,9 +107,8 @@ def softcap(x: Tensor, *, cap: float) -> Tensor:
 
 
 def last_tokens_in(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
-    """Return `token_ids` with every id below -1 replaced: -2 - slot stands for the last token that was sampled for the
-    slot.
-    """
+    """Return `token_ids` with every id below -1 replaced by the token at place -2 - id of `last_tokens`, such as the
+    last one that was sampled for a slot."""
     out = torch.empty_like(token_ids)
     block = min(triton.next_power_of_2(len(token_ids)), BLOCK)
     grid = (triton.cdiv(len(token_ids), block),)
