@@ -1,6 +1,7 @@
 """Drafts of a draft model, an MTP layer and an EAGLE-3 head on the GPU: they are those of the reference, and change no
 answer."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +16,17 @@ from engine.executors import make_executor  # noqa: E402
 from engine.executors.cuda.draft_graphs import DraftGraphs, run_shape  # noqa: E402
 from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.executors.cuda.program import Outputs  # noqa: E402
 from engine.executors.draft_policy import DraftPolicy  # noqa: E402
 from engine.executors.draft_slots import SlotSizes  # noqa: E402
 from engine.executors.drafting import DraftingExecutor, with_drafts  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
-from engine.executors.model_drafts import DraftRow, ModelDrafts  # noqa: E402
+from engine.executors.model_drafts import SHORT, DraftRow, ModelDrafts  # noqa: E402
 from engine.executors.mtp_drafts import MtpDrafts  # noqa: E402
 from engine.exporting.export import ExportOptions, export  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402
 from engine.models.eagle3 import FILE  # noqa: E402
+from engine.ops.cuda import attention  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 from tests import eagle3_checkpoints, mtp_checkpoints  # noqa: E402
 from tests.cuda.arrays import array  # noqa: E402
@@ -312,3 +315,70 @@ def test_the_executor_of_the_settings_drafts(method, family, with_layer, device)
         executor.close()
     assert found[0] == found[1]
     assert loop.stats()[f"num_drafted_tokens/{method}/1"] > 0
+
+
+class Noting:
+    """Stands for a kernel: it notes the last arguments of a launch, for which a kernel is compiled, and computes
+    nothing."""
+
+    def __init__(self, num_constants, found):
+        self._num_constants, self._found = num_constants, found
+
+    def __getitem__(self, grid):
+        return lambda *given, num_warps, **options: self._found.add((*given[-self._num_constants :], num_warps))
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="it needs no GPU; there the next test compiles")
+def test_the_warm_up_has_every_variant_of_attention_that_a_run_needs(models, device, monkeypatch):
+    """Runs of one row and of two, from one token to more than a captured run has, at several lengths of the context."""
+    graph_dir, draft_dir = models("draft", "qwen2", "float32", False)
+    config = replace(BASE, batch_size=2, speculate_method="draft", batch_invariant=False)
+    executor = CudaExecutor(graph_dir, config, device.type)
+    model, found = source_of(executor, graph_dir, config, draft_dir)._model, set()
+    model.allocate(2)
+
+    def program(inputs):
+        count, starts = len(inputs["token_ids"]), inputs["query_starts"]
+        where = starts, inputs["context_lens"], inputs["block_tables"]
+        cache, qkv = next(iter(model._caches.tensors.values())), torch.zeros(count, 4 * 16)
+        attention.paged_attention(
+            qkv, qkv, cache, *where, num_heads=cache.shape[2], num_kv_heads=cache.shape[2], scale=1
+        )
+        return Outputs(torch.zeros(count if inputs["logit_rows"] is None else len(inputs["logit_rows"]), 300), qkv)
+
+    monkeypatch.setattr(attention, "place_all", lambda qkv, *_: qkv)
+    monkeypatch.setattr(attention, "_attend", Noting(15, found))
+    monkeypatch.setattr(attention, "combine", Noting(1, found))
+    model._runs._program = program
+    model._warm_up()
+    warm = set(found)
+    assert len([each for each in warm if len(each) == 2]) > 1  # a context is shared by several numbers of programs
+    longest = model.max_seq_len - NUM_DRAFTS - SHORT
+    for start in [0, *(2**power + 1 for power in range(5, 10)), longest]:
+        for length in (1, 2, NUM_DRAFTS + 1, SHORT):
+            rows = [DraftRow(slot, start, [0] * length, True, 0) for slot in (0, 1)]
+            model.run(rows[:1], NUM_DRAFTS)
+            model.run(rows, NUM_DRAFTS)
+    assert found == warm
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(("method", "family"), [("draft", "qwen2"), ("eagle3", "qwen3"), ("mtp", "glm4_moe")])
+def test_no_kernel_is_compiled_after_the_warm_up(method, family, models, device, caplog):
+    graph_dir, draft_dir = models(method, family, "bfloat16", method != "draft")
+    config = replace(BASE, speculate_method=method, batch_invariant=False, block_bs=4.0)
+    executor = CudaExecutor(graph_dir, config, device.type)
+    source = source_of(executor, graph_dir, config, draft_dir)
+    drafting = with_drafts(executor, config, DraftPolicy(), source)
+    num_blocks = allocate_cache(drafting, config, Manifest.read(graph_dir).max_seq_len)
+    loop, longest = EngineLoop(drafting, num_blocks, config), Manifest.read(graph_dir).max_seq_len - 70
+    with caplog.at_level(logging.WARNING):
+        for number in range(40):
+            length, sampling = 1 + number * 37 % longest, Sampling(8 + 2 * number % 60, temperature=0.8 * (number % 2))
+            loop.add(Request(str(number), [3 + number] * length, length, sampling), replay=True)
+            for _ in range(5):
+                loop.step()
+        while not loop.is_idle:
+            loop.step()
+    drafting.close()
+    assert [record.getMessage() for record in caplog.records] == []

@@ -124,12 +124,20 @@ class CudaDraftModel:
         return inputs | {STATE_ROWS: np.concatenate(states)}
 
     def _warm_up(self) -> None:
-        """Run steps of every size op by op, in the null block."""
+        """Run steps of every size op by op, in the null block: a row that does not sample keeps a run from being
+        replayed. Attention has a kernel for each power of two of the programs that share a context, whose number
+        follows from the width of the block tables."""
         rows = [DraftRow(slot, 0, [0], True, 0) for slot in range(len(self.cache.tables))]
+        reading = DraftRow(0, 0, [0], False, 0)
         lengths = [2**power + 1 for power in range(14) if 2**power < self.chunk - 1]
         for length in (1, *lengths, self.chunk):
             self.run([DraftRow(0, 0, [0] * length, False, 0)], 0)
-            self.run([*rows[:length], DraftRow(0, 0, [0], False, 0)], self._max_drafts)
+            self.run([*rows[:length], reading], self._max_drafts)
+        most = min(self.cache.tables.shape[1], self.max_seq_len // self._block_size)
+        for width in (2**power for power in range(most.bit_length())):
+            for length in (1, 2):
+                start = max(width * self._block_size - length - self._max_drafts + 1, 0)
+                self.run([DraftRow(0, start, [0] * length, True, 0), reading], self._max_drafts)
 
     def _compile(self, run: Callable[[], object]) -> None:
         """Compile the kernels that `run` would launch."""
