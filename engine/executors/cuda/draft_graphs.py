@@ -1,6 +1,6 @@
 """Runs of a draft model on the device. A run computes known tokens and then, without the host, one draft token after
-another. Runs of usual shapes are captured as two CUDA graphs: the first step, and a further step, which is replayed for
-each further token.
+another. Runs of usual shapes are captured as CUDA graphs: one of a run with as many tokens as possible, and for shorter
+runs one of the first step and one of a further step, which is replayed for each further token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE
 from engine.executors.cuda.program import CudaProgram
 from engine.executors.cuda.sampling import ALWAYS
-from engine.executors.cuda.step_graphs import Arrays, Shape, apart, decode_shapes, empty_step, filled_up
+from engine.executors.cuda.step_graphs import Arrays, Shape, apart, decode_shapes, empty_step, filled_up, padded
 from engine.executors.cuda.transfer import IN_FLIGHT, Uploads
 from engine.models.layers import PREVIOUS_STATES
 from engine.ops.cuda.drafted_tokens import DraftedTokens
@@ -104,6 +104,7 @@ class CapturedRun(NamedTuple):
     empty: Arrays  # host values of the inputs except the block tables, for a run of padding
     first: dict[Cuts, torch.cuda.CUDAGraph]
     following: dict[Cuts, torch.cuda.CUDAGraph]
+    whole: dict[Cuts, torch.cuda.CUDAGraph]  # all steps of the longest run
 
 
 class DraftGraphs:
@@ -147,8 +148,11 @@ class DraftGraphs:
         captured, table = self._captured[shape], arrays["block_tables"]
         # The last row has all padding tokens, in the null block.
         width = max(table.shape[1], -(-(shape.num_tokens - len(arrays["token_ids"])) // MIN_BLOCK_SIZE))
-        missing = (0, shape.num_requests - len(table)), (0, width - table.shape[1])
-        self._buffers.write(filled_up(arrays, captured.empty), np.pad(table, missing, constant_values=self.null_block))
+        tables = padded(table, (shape.num_requests, width), self.null_block)
+        self._buffers.write(filled_up(arrays, captured.empty), tables)
+        if depth == self._sizes.max_drafts:
+            captured.whole[cuts].replay()
+            return
         captured.first[cuts].replay()
         for _ in range(depth - 1):
             captured.following[cuts].replay()
@@ -182,11 +186,18 @@ class DraftGraphs:
             buffers.load(numbers, tables)
             self._runs.first(sent, cuts)
 
-        captured = CapturedRun(sent, step, {}, {})
+        def whole(cuts: Cuts) -> None:
+            first(cuts)
+            for _ in range(self._sizes.max_drafts - 1):
+                self._runs.following(sent, cuts)
+
+        captured = CapturedRun(sent, step, {}, {}, {})
         for cuts in WAYS:
             buffers.write(parts, no_tables)
             captured.first[cuts] = self._graph_of(partial(first, cuts), pool)
             captured.following[cuts] = self._graph_of(partial(self._runs.following, sent, cuts), pool)
+            buffers.write(parts, no_tables)
+            captured.whole[cuts] = self._graph_of(partial(whole, cuts), pool)
         return captured
 
     def _graph_of(self, run: Callable[[], object], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:

@@ -22,7 +22,7 @@ from engine.executors.cuda.draft_graphs import STATE_ROWS, DraftGraphs, DraftRun
 from engine.executors.cuda.executor import CudaExecutor
 from engine.executors.cuda.load import load_program
 from engine.executors.cuda.program import CudaProgram
-from engine.executors.cuda.transfer import Download, Uploads
+from engine.executors.cuda.transfer import Download
 from engine.executors.draft_slots import DraftSlots, SlotSizes
 from engine.executors.model_drafts import SHORT, DraftRow
 from engine.exporting.manifest import Manifest, rank_dir
@@ -151,7 +151,7 @@ class CudaMtpLayer(CudaDraftModel):
     """The MTP layer or the EAGLE-3 head of the target model. It shares tables with it, unless it has its own.
 
     Owns the hidden states that it has not read: row 0 has zeros, then each slot has a ring of RING rows by position,
-    and the last rows are for long prompts, which are read at once.
+    then come rows for long prompts, which are read at once, and one for padding.
     """
 
     def __init__(self, executor: CudaExecutor, model: Manifest, config: Config):
@@ -162,20 +162,27 @@ class CudaMtpLayer(CudaDraftModel):
         if name == eagle3.EAGLE3_GRAPH and ids.exists():
             draft_ids = torch.from_numpy(np.load(ids)).to(executor.device)
         self.num_kept = RING - SHORT
-        num_rows = 1 + num_slots * RING + min(config.max_step_tokens, model.max_seq_len)
-        states = executor.new_states(num_rows)
-        self.drafted_states: dict[int, np.ndarray] = {}
         self._executor, self._first_long = executor, 1 + num_slots * RING
-        self._state_uploads = Uploads(executor.device)
+        num_rows = self._first_long + config.max_step_tokens + 1
+        states = executor.keep_states(num_rows, self._rows_of)
+        self.drafted_states: dict[int, np.ndarray] = {}
         graph = DraftGraph(program, model.graph(name).caches, model.max_seq_len, draft_ids, states)
         super().__init__(graph, executor, config, SlotSizes.of(model, num_slots))
 
     def step_states(self, rows: Sequence[Row]) -> np.ndarray:
-        """Keep the last hidden states of the tokens of the last step. Return the row of each, i32 [tokens]."""
+        """Return the row of each token of the step that was launched last, i32 [tokens]. The step writes its states
+        there."""
+        return self._executor.kept_rows.astype(np.int32)
+
+    def _rows_of(self, rows: Sequence[Row]) -> np.ndarray:
+        """Return the row of each token of a step."""
+        if all(len(row.token_ids) <= SHORT for row in rows):
+            starts, slots = np.array([(row.start, row.slot) for row in rows]).T
+            lengths = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
+            ends = np.cumsum(lengths)
+            positions = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
+            return positions % RING + 1 + np.repeat(slots * RING, lengths)
         kept, long = [], self._first_long
-        if all(len(row.token_ids) == 1 for row in rows):
-            places = np.array([[row.start, row.slot] for row in rows])
-            kept, rows = [places[:, 0] % RING + 1 + places[:, 1] * RING], ()
         for row in rows:
             count, end = len(row.token_ids), row.start + len(row.token_ids)
             ring = np.arange(max(row.start, end - SHORT), end) % RING + 1 + row.slot * RING
@@ -183,8 +190,4 @@ class CudaMtpLayer(CudaDraftModel):
                 ring = np.append(np.arange(long, long + count - 1), ring[-1])
                 long += count - 1
             kept.append(ring)
-        found, states = np.concatenate(kept).astype(np.int32), self._executor.states
-        assert states is not None and self._runs.states is not None
-        index = self._state_uploads.send({"rows": found.astype(np.int64)})["rows"]
-        self._runs.states.index_copy_(0, index, states[: len(found)])
-        return found
+        return np.concatenate(kept)

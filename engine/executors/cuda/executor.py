@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.types import PENDING, Batch, StepOutput
+from engine.core.types import PENDING, Batch, Row, StepOutput
 from engine.errors import ConfigError
 from engine.executors.cuda.adapters import CudaAdapters
 from engine.executors.cuda.blocks import CudaBlocks
@@ -28,7 +28,7 @@ from engine.executors.cuda.load import load_program
 from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, CudaProgram, Inputs, Outputs
 from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
-from engine.executors.cuda.step_graphs import CHOICE, Arrays, Captured, StepGraphs, not_captured
+from engine.executors.cuda.step_graphs import CHOICE, KEPT_ROWS, Arrays, Captured, StepGraphs, not_captured
 from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.cuda.vision_encoder import CudaVisionEncoder
 from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
@@ -60,6 +60,13 @@ class Begun(NamedTuple):
     outputs: Outputs  # one row for each requested token
     sent: Mapping[str, Tensor]  # sampling inputs on the device, by name
     captured: Captured | None  # set if its recorded sampling can be replayed; nothing is in `sent` then
+
+
+class KeptStates(NamedTuple):
+    """Memory for the hidden states of the tokens of steps, and the function that returns the rows of these."""
+
+    memory: Tensor  # [N, H]
+    rows_of: Callable[[Sequence[Row]], np.ndarray]
 
 
 class CudaExecutor:
@@ -116,7 +123,8 @@ class CudaExecutor:
         num_tokens = self._first_draft + num_drafts * config.batch_size * (config.speculate_method != "none")
         self._last_tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self._device)
         self._no_embeddings = torch.zeros(1, self._program.params[TABLE].shape[1], device=self._device)
-        self.states: Tensor | None = None  # [T, H] of the last step, until the next, if the graph has them
+        self._kept_states: KeptStates | None = None
+        self.kept_rows = np.zeros(0, np.int64)  # of the tokens of the last step, if their states are kept
         self.vision: CudaVisionEncoder | None = None
         if self._membership.rank == 0 and config.enable_mm and VISION_GRAPH in model.graphs:
             tower, dtype = self.load_graph(VISION_GRAPH), self._program.params[TABLE].dtype
@@ -130,10 +138,13 @@ class CudaExecutor:
         files, directory = Manifest.read(self.graph_dir).graph(name), rank_dir(self.graph_dir, self._membership.rank)
         return load_program(directory, files, self.device, cuda, self._program.params)
 
-    def new_states(self, num_rows: int) -> Tensor:
-        """Return memory for hidden states, filled with zeros: [num_rows, H]."""
+    def keep_states(self, num_rows: int, rows_of: Callable[[Sequence[Row]], np.ndarray]) -> Tensor:
+        """Let each step write the hidden states of its tokens to a memory, which is returned: [num_rows, H], zeros.
+        `rows_of` returns the places of the tokens there, i64. Padding is written to the last one."""
         table = self._program.params[TABLE]
-        return table.new_zeros(num_rows, table.shape[1])
+        self._kept_states = KeptStates(table.new_zeros(num_rows, table.shape[1]), rows_of)
+        self._graphs.padding_row = num_rows - 1
+        return self._kept_states.memory
 
     @property
     def draft_tokens(self) -> tuple[Tensor, int]:
@@ -278,9 +289,10 @@ class CudaExecutor:
             sizes = (shape.num_tokens, shape.num_logits) if shape else (len(inputs["token_ids"]), num_logits)
             groups = self._adapters.groups(self._slots.adapters, batch, inputs, sizes)
         more = {**groups, **fields, "slots": np.array(choices.slots, np.int64)}
+        if self._kept_states:
+            more[KEPT_ROWS] = self.kept_rows = self._kept_states.rows_of(batch.rows)
         if shape:
             captured = self._graphs.replay(inputs | more, shape)
-            self.states = captured.outputs.states
             left = not_captured(more, captured.empty)
             outputs = captured.outputs.first(num_logits)
             if not left and choices.logit_rows is None and not batch.has_mask:
@@ -292,9 +304,7 @@ class CudaExecutor:
         sent = self._uploads.send(inputs | more)
         fresh = [] if self._is_invariant else prefill_attention.find(inputs["query_starts"], inputs["context_lens"])
         known = {"query_starts": KnownStarts(sent["query_starts"], fresh)} if fresh else {}
-        outputs = self._compute({**sent, **known})
-        self.states = outputs.states
-        return Begun(outputs, sent, None)
+        return Begun(self._compute({**sent, **known}), sent, None)
 
     def prompt_outputs(self, batch: Batch) -> StepPromptOutputs | None:
         """Return the prompt outputs that this rank has to compute for the batch, or None."""
@@ -324,7 +334,13 @@ class CudaExecutor:
     def _compute(self, inputs: Inputs) -> Outputs:
         token_ids = cuda.broadcast(cuda.last_tokens_in(inputs["token_ids"], self._last_tokens))
         program = self._adapted if GROUPS in inputs else self._program
-        return program({SPAN_EMBEDDINGS: self._no_embeddings, **inputs, **self._caches.tensors, "token_ids": token_ids})
+        outputs = program(
+            {SPAN_EMBEDDINGS: self._no_embeddings, **inputs, **self._caches.tensors, "token_ids": token_ids}
+        )
+        if self._kept_states:
+            assert outputs.states is not None, "the graph has no hidden states"
+            self._kept_states.memory.index_copy_(0, inputs[KEPT_ROWS], outputs.states)
+        return outputs
 
 
 class CudaStep:
