@@ -33,6 +33,8 @@ BASE_INTERVAL = 128  # steps with drafts after which one without them is measure
 NUM_UNSETTLED, NUM_MEASURED = 2, NUM_TRUSTED + 1  # steps at the beginning of a rest, and those that are measured then
 REST = 96  # steps of a rest if drafts do not seem to pay
 AHEAD_BASE_INTERVAL, AHEAD_MAX_IDLE = 512, 8
+# Ratio of token rates below which rests are longer, with fewer of them between tries, and by how much.
+FAR, FAR_FACTOR = 0.92, 4
 Offer = tuple[int, int]  # level and number of the drafts of a row
 no_time: Callable[[int], float] = lambda depth: 0.0  # noqa: E731
 
@@ -141,6 +143,7 @@ class DraftPolicy:
         self._balance_s = 0.0
         self._num_left_to_rest = self._num_quiet = 0  # `_num_quiet`: steps without chosen drafts since the last rest
         self._num_idle = self._num_busy = 0  # steps without chosen drafts, and with them, since the last others
+        self._ratio = 1.0  # expected rate of tokens with the best number of drafts, divided by that without drafts
 
     @property
     def wants_offers(self) -> bool:
@@ -152,6 +155,11 @@ class DraftPolicy:
     def rests(self) -> bool:
         """Return whether the next step should be computed without any bookkeeping for drafts."""
         return self._num_left_to_rest > 0
+
+    @property
+    def may_pay(self) -> bool:
+        """Return whether drafts were expected to save time when a step last chose them, or none has chosen yet."""
+        return self._ratio >= 1.0
 
     def begin_rest(self) -> None:
         """Note that the next step is the first one of a rest, on a device that runs ahead."""
@@ -194,12 +202,15 @@ class DraftPolicy:
         probable = self._sorted(offers)
         min_gain = RICH_MIN_GAIN if self._is_rich(base_s) else MIN_GAIN
         best, num_chosen, expected, depth = min_gain * num_rows / base_s, 0, float(num_rows), 0
+        highest = 0.0
         for number, (probability, _, position) in enumerate(probable, 1):
             expected, depth = expected + probability, max(depth, position + 1)
             rate = expected / (times.seconds(num_extra + number) + draft_s(depth))
+            highest = max(highest, rate)
             if rate > best:
                 best, num_chosen = rate, number
-        max_idle = AHEAD_MAX_IDLE if self.is_ahead else MAX_IDLE
+        self._ratio = highest * base_s / num_rows
+        max_idle = AHEAD_MAX_IDLE // (FAR_FACTOR if self._ratio < FAR else 1) if self.is_ahead else MAX_IDLE
         if not num_chosen and self._num_idle >= max_idle:  # The times or the acceptance may have changed.
             num_tried = len(probable) if self.is_ahead else 1
             num_chosen = num_tried * (self._balance_s > times.seconds(num_extra + num_tried) - base_s)
@@ -286,7 +297,8 @@ class DraftPolicy:
         self._num_idle, self._num_busy = self._num_idle + 1, 0
         if not self._num_left_to_rest:
             self._num_rows_at_rest = num_rows
-            self._num_left_to_rest = NUM_UNSETTLED + NUM_MEASURED if is_short else REST
+            rest = REST * (FAR_FACTOR if self._ratio < FAR else 1)
+            self._num_left_to_rest = NUM_UNSETTLED + NUM_MEASURED if is_short else rest
         return saved_s
 
     def _is_rich(self, base_s: float) -> bool:

@@ -57,7 +57,7 @@ class DraftSource(Protocol):
         """Read what a step has computed beside its tokens, which are in `slots`. `noted`: the result of `note`."""
         ...
 
-    def may_pass(self, rows: Sequence[Row]) -> bool:
+    def may_pass(self, rows: Sequence[Row], policy: DraftPolicy | None) -> bool:
         """Return whether a step with these rows may run while the next one is launched, if `note` and `keep` are called
         for it in place of `read`."""
         ...
@@ -162,7 +162,7 @@ class DraftingExecutor:
     def launch(self, batch: Batch) -> Step:
         if self._computes and not batch.max_drafts and not any(row.token_ids[0] == PENDING for row in batch.rows):
             return StepInThread(self._thread, batch, self._pass_on)
-        if self._is_ahead and not batch.max_drafts and self._source.may_pass(batch.rows):
+        if self._is_ahead and not batch.max_drafts and self._source.may_pass(batch.rows, self._policy):
             return self._pass_ahead(batch)
         while self._passed:
             self._passed.popleft().result()

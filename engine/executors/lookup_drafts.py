@@ -90,7 +90,7 @@ class LookupDrafts:
     ) -> None:
         """Do nothing: a lookup needs only tokens."""
 
-    def may_pass(self, rows: Sequence[Row]) -> bool:
+    def may_pass(self, rows: Sequence[Row], policy: DraftPolicy | None) -> bool:
         return True
 
     def note(self, rows: Sequence[Row]) -> None:

@@ -126,7 +126,7 @@ class ModelDrafts:
     ) -> None:
         """Do nothing: the draft model needs only tokens, which it reads when it drafts."""
 
-    def may_pass(self, rows: Sequence[Row]) -> bool:
+    def may_pass(self, rows: Sequence[Row], policy: DraftPolicy | None) -> bool:
         return True
 
     def note(self, rows: Sequence[Row]) -> Any:

@@ -58,8 +58,9 @@ class MtpDrafts(ModelDrafts):
     Position p of the layer reads the hidden state of token p and the token p + 1, and drafts token p + 2. The states of
     a step exist only until the next one, so they are kept until the layer reads them: when it drafts, or at the latest
     when a slot has more than SHORT of them, as after a piece of a prompt. They are dropped instead while reading has
-    cost more than drafts have saved. States that were dropped or never seen, such as those of the last tokens of a
-    cached prefix, are read as zeros; a request that lacks more than SHORT of them has no drafts.
+    cost more than drafts have saved, and where there are too many of them while drafts do not pay. States that were
+    dropped or never seen, such as those of the last tokens of a cached prefix, are read as zeros; a request that lacks
+    more than SHORT of them has no drafts.
     """
 
     _model: MtpLayer
@@ -92,11 +93,16 @@ class MtpDrafts(ModelDrafts):
             self._model.run(piece, 0)
             self._costs.observe(0, sum(len(row.token_ids) for row in piece), time.perf_counter() - began)
 
-    def may_pass(self, rows: Sequence[Row]) -> bool:
+    def may_pass(self, rows: Sequence[Row], policy: DraftPolicy | None) -> bool:
+        if not all(len(row.token_ids) == 1 and not row.forks for row in rows):
+            return False
         room = self._model.num_kept - 2
-        return all(
-            len(row.token_ids) == 1 and not row.forks and len(self._unread.get(row.slot, ())) < room for row in rows
-        )
+        full = [row.slot for row in rows if len(self._unread.get(row.slot, ())) >= room]
+        if full and policy and not policy.may_pay:
+            for slot in full:
+                del self._unread[slot]
+            return True
+        return not full
 
     def note(self, rows: Sequence[Row]) -> np.ndarray:
         return self._model.step_states(rows)
