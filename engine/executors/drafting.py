@@ -126,6 +126,7 @@ class DraftingExecutor:
             policy.is_ahead = True
         self._passed: deque[PassedStep] = deque()  # launched ahead, the last ones; their tokens may be unknown
         self._last: DraftingStep | None = None  # launched in the thread, unless a passed step came behind it
+        self._kept_back: tuple[DraftingStep, StepOutput] | None = None  # result of a step, until the next is launched
         self._ended_s = 0.0  # when the last step has ended
         self._thread = thread or ThreadPoolExecutor(1, "drafts")
 
@@ -167,8 +168,9 @@ class DraftingExecutor:
         while self._passed:
             self._passed.popleft().result()
         step = DraftingStep(follows=self._is_ahead and self._last is not None and not self._last.output.done())
-        step.output = self._thread.submit(self._run, batch, step)
-        self._last = step
+        self._last = step  # before it can end
+        submitted = self._thread.submit(self._run, batch, step)
+        submitted.add_done_callback(lambda run: run.cancelled() and step.output.cancel())
         return step
 
     def blocks(self) -> BlockAccess:
@@ -178,18 +180,30 @@ class DraftingExecutor:
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
+        self._deliver()
         self._executor.close()
 
-    def _run(self, batch: Batch, step: DraftingStep) -> StepOutput:
+    def _run(self, batch: Batch, step: DraftingStep) -> None:
+        """Compute a step and set its results. On a device that runs ahead, they are kept back if another step waits
+        for this thread, until that one is launched: what the engine does with them would delay it."""
         try:
             if self._error:  # An earlier step has failed: the state that this one starts from is undefined.
                 raise self._error
-            return self._compute(batch, step)
+            self._kept_back = step, self._compute(batch, step)
         except BaseException as error:
             self._error = error
+            self._deliver()
             if not step.drafted.done():  # otherwise `drafts` would wait forever
                 step.drafted.set_exception(error)
-            raise
+            step.output.set_exception(error)
+        if self._last is step or not self._is_ahead:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Set the result of a step that is kept back."""
+        if self._kept_back:
+            (step, output), self._kept_back = self._kept_back, None
+            step.output.set_result(output)
 
     def _pass_on(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
         """Compute a step without drafts and note its tokens."""
@@ -281,6 +295,7 @@ class DraftingExecutor:
             output: StepOutput = self._executor.compute(filled, wait_for_mask)  # type: ignore[attr-defined]
             return output, self._source.note(filled.rows)
         running = self._executor.launch(filled)
+        self._deliver()
         noted = self._source.note(filled.rows) if self._is_ahead else None
         for index, tokens in self._source.finish(self._slots):
             row_tokens: Any = filled.rows[index].token_ids  # a list that `_fill_in` has made

@@ -1,6 +1,8 @@
 """Runs of a draft model on a device that runs ahead: the step that verifies the drafts is launched before they are
 known."""
 
+import threading
+
 import pytest
 
 from engine.core.cache_groups import FULL_ATTENTION
@@ -8,6 +10,7 @@ from engine.core.types import Arrival, Batch, Row, Sampling, StepOutput
 from engine.executors.draft_cache import DraftCache
 from engine.executors.drafting import DraftingExecutor
 from engine.executors.model_drafts import ModelDrafts
+from tests.patience import PATIENCE_S
 
 IDS, TOKENS = [-10, -11, -12], [6, 7, 8]
 
@@ -82,3 +85,50 @@ def test_a_step_is_launched_before_its_drafts_are_known_unless_its_sampling_need
     assert step.drafts()[0] == expected[-1][1:]
     assert executor.draft_counts.stats()["num_accepted_tokens/draft/2"] == 1
     executor.close()
+
+
+class Paused(FakeExecutor):
+    """Executor whose steps end when the test says so."""
+
+    def __init__(self):
+        super().__init__([])
+        self.may_end, self.at_launch = threading.Semaphore(0), []
+
+    def launch(self, batch):
+        self.at_launch.append([step.output.done() for step in self.steps])
+        return super().launch(batch)
+
+    def result(self):
+        assert self.may_end.acquire(timeout=PATIENCE_S)
+        return super().result()
+
+
+def a_step(executor, **more):
+    row = Row(0, 2, [5], [[0, 1]] if more else (), max_drafts=3)
+    return executor.launch(Batch([row], max_drafts=3, **more))
+
+
+def test_the_result_of_a_step_comes_when_the_next_one_is_launched():
+    paused = Paused()
+    executor = DraftingExecutor(paused, 3, ModelDrafts(FakeModel([]), 100))
+    executor.allocate(4)
+    paused.steps = []
+    paused.steps.append(a_step(executor, arrivals=[Arrival(0, [3, 4, 5], 2, Sampling(50))]))
+    paused.steps.append(a_step(executor))
+    paused.may_end.release()
+    assert paused.steps[0].result().token_ids == [[6, 7, 9]]
+    assert paused.at_launch[1][0] is False
+    paused.may_end.release()
+    assert paused.steps[1].result().token_ids == [[6, 7, 9]]  # no other step waits for the thread
+    executor.close()
+
+
+def test_no_step_stays_without_a_result_when_the_executor_is_closed():
+    paused = Paused()
+    executor = DraftingExecutor(paused, 3, ModelDrafts(FakeModel([]), 100))
+    executor.allocate(4)
+    paused.steps = []
+    steps = [a_step(executor, arrivals=[Arrival(0, [3, 4, 5], 2, Sampling(50))]), a_step(executor)]
+    paused.may_end.release(2)
+    executor.close()
+    assert all(step.output.done() for step in steps)
