@@ -1,12 +1,12 @@
 """Gain of drafts on one GPU, at an acceptance that is given, and their cost:
 
-    python -m benchmarks.gpu_drafts eagle3 [--requests 1 8 64] [--acceptance 0.75] [--drafts 3]
+    python -m benchmarks.gpu_drafts eagle3 [--requests 1 8 64] [--acceptance 0.75] [--drafts 3] [--rounds 2]
 
 Weights are random, in the shapes of Llama-3-8B with an EAGLE-3 head, of a GLM-4.5 of fewer layers with its MTP layer
 (`mtp`), or of Qwen2.5-7B with Qwen2.5-0.5B (`draft`), so their drafts are never right. All of them are made and
-verified as usual; then a random number decides of each draft whether it counts as accepted. Decoding is measured over
-the same tokens without drafts, with all drafts, and with those that the policy chooses, which has seen other requests
-before. The last line is JSON.
+verified as usual; then a sequence of numbers between 0 and 1 decides how many of them count as accepted. Its numbers
+are evenly distributed, so that two runs of equal length accept equally many. Decoding without drafts, with all drafts,
+and with those that the policy chooses, which has seen other requests before, alternates. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from engine.settings.config import Config
 
 FOLDER, MAX_SEQ_LEN = Path("build/bench"), 8192
 WARM_UP, MEASURED, LEARNING = 128, 512, 320  # tokens of each request
+MANY, MEASURED_OF_MANY = 64, 192  # requests from which on fewer tokens of each are measured
+GOLDEN = (5**0.5 - 1) / 2
 HEAD = LLAMA3 | {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -83,11 +85,11 @@ MODELS = {"eagle3": SHAPES["llama-3-8b"], "mtp": GLM, "draft": SHAPES["qwen2.5-7
 
 
 class Accepting:
-    """Executor that computes steps as usual, but accepts each draft by chance, up to the first that is not."""
+    """Executor that computes steps as usual, but accepts each draft with a probability, up to the first that is not."""
 
     def __init__(self, executor: Executor, acceptance: float):
         self._executor, self._acceptance = executor, acceptance
-        self._rng = np.random.default_rng(0)
+        self._number = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
@@ -100,7 +102,8 @@ class Accepting:
 
     def right(self, num_drafts: int) -> int:
         """Return how many of the first drafts count as accepted."""
-        return int(np.argmax([*(self._rng.random(num_drafts) >= self._acceptance), True]))
+        self._number = (self._number + GOLDEN) % 1
+        return sum(self._number < self._acceptance**position for position in range(1, num_drafts + 1))
 
 
 class AcceptingStep:
@@ -167,7 +170,7 @@ def source_of(method: str, executor: CudaExecutor, model: Manifest, config: Conf
 
 
 def measure(executor: Executor, num_blocks: int, config: Config, count: int, context: int) -> dict[str, float]:
-    """Return the rate of tokens, the time of a step and the tokens that a row gets in a step."""
+    """Return the tokens, the steps, the seconds, and the seconds of the parts of the steps."""
     loop, rng = EngineLoop(executor, num_blocks, config), np.random.default_rng(0)
     seen: set[str] = set()
     for number in range(count):
@@ -182,7 +185,7 @@ def measure(executor: Executor, num_blocks: int, config: Config, count: int, con
         setattr(owner, name, timed[part])
     torch.cuda.synchronize()
     began = time.perf_counter()
-    num_tokens, num_steps = generate(loop, MEASURED * count)
+    num_tokens, num_steps = generate(loop, (MEASURED if count < MANY else MEASURED_OF_MANY) * count)
     seconds = time.perf_counter() - began
     for owner, name in parts.values():
         delattr(owner, name)
@@ -190,11 +193,19 @@ def measure(executor: Executor, num_blocks: int, config: Config, count: int, con
         loop.drop(str(number))
     while not loop.is_idle:
         loop.step()
+    parts_s = {part: function.seconds for part, function in timed.items()}
+    return {"tokens": num_tokens, "steps": num_steps, "seconds": seconds, **parts_s}
+
+
+def summary(rounds: list[dict[str, float]], count: int) -> dict[str, float]:
+    """Return the rate of tokens, the tokens that a row gets in a step, and the times of a step and its parts."""
+    total = {name: sum(each[name] for each in rounds) for name in rounds[0]}
+    num_tokens, num_steps, seconds = (total.pop(name) for name in ("tokens", "steps", "seconds"))
     return {
         "tok_s": num_tokens / seconds,
         "step_ms": 1e3 * seconds / num_steps,
         "tokens": num_tokens / num_steps / count,
-        **{f"{part}_ms": 1e3 * function.seconds / num_steps for part, function in timed.items()},
+        **{f"{part}_ms": 1e3 * part_s / num_steps for part, part_s in total.items()},
     }
 
 
@@ -277,6 +288,7 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, default=0.75)
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
     args = parser.parse_args()
     config = Config(
@@ -312,11 +324,14 @@ def main() -> None:
         for name, policy in (("all", None), ("policy", DraftPolicy())):
             made = DraftingExecutor(accepting, args.drafts, source, policy)
             cases[name] = made, drafting_config
+        learn(cases["policy"][0], num_blocks, drafting_config, count)
+        measured: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
+        for _ in range(args.rounds if count < MANY else 1):
+            for name, (each, settings) in cases.items():
+                measured[name].append(measure(each, num_blocks, settings, count, args.context))
         off = 0.0
-        for name, (each, settings) in cases.items():
-            if name == "policy":
-                learn(each, num_blocks, settings, count)
-            row = measure(each, num_blocks, settings, count, args.context)
+        for name, (each, _) in cases.items():
+            row = summary(measured[name], count)
             off = off or row["tok_s"]
             rows.append({"requests": count, "drafts": name, **row, "ratio": row["tok_s"] / off})
             print(
