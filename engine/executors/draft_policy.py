@@ -33,7 +33,8 @@ BASE_INTERVAL = 128  # steps with drafts after which one without them is measure
 NUM_UNSETTLED, NUM_MEASURED = 2, NUM_TRUSTED + 1  # steps at the beginning of a rest, and those that are measured then
 REST = 96  # steps of a rest if drafts do not seem to pay
 AHEAD_BASE_INTERVAL, AHEAD_MAX_IDLE = 512, 8
-# Ratio of token rates below which rests are longer, with fewer of them between tries, and by how much.
+# Ratio of token rates below which rests are so much longer on a device that runs ahead, and looking for a gain may cost
+# so much less.
 FAR, FAR_FACTOR = 0.92, 4
 Offer = tuple[int, int]  # level and number of the drafts of a row
 no_time: Callable[[int], float] = lambda depth: 0.0  # noqa: E731
@@ -170,7 +171,7 @@ class DraftPolicy:
         ahead."""
         self.acceptance.age()
         self._num_rested += 1
-        self._balance_s += LOSS_SHARE * seconds
+        self._balance_s += LOSS_SHARE * seconds / self._far_factor
         if self._balance_s > 0 or not self.is_ahead:
             self._num_left_to_rest = max(self._num_left_to_rest - 1, 0)
         num_rows, _ = _tokens_of(rows)
@@ -210,7 +211,7 @@ class DraftPolicy:
             if rate > best:
                 best, num_chosen = rate, number
         self._ratio = highest * base_s / num_rows
-        max_idle = AHEAD_MAX_IDLE // (FAR_FACTOR if self._ratio < FAR else 1) if self.is_ahead else MAX_IDLE
+        max_idle = AHEAD_MAX_IDLE // self._far_factor if self.is_ahead else MAX_IDLE
         if not num_chosen and self._num_idle >= max_idle:  # The times or the acceptance may have changed.
             num_tried = len(probable) if self.is_ahead else 1
             num_chosen = num_tried * (self._balance_s > times.seconds(num_extra + num_tried) - base_s)
@@ -297,9 +298,12 @@ class DraftPolicy:
         self._num_idle, self._num_busy = self._num_idle + 1, 0
         if not self._num_left_to_rest:
             self._num_rows_at_rest = num_rows
-            rest = REST * (FAR_FACTOR if self._ratio < FAR else 1)
-            self._num_left_to_rest = NUM_UNSETTLED + NUM_MEASURED if is_short else rest
+            self._num_left_to_rest = NUM_UNSETTLED + NUM_MEASURED if is_short else REST * self._far_factor
         return saved_s
+
+    @property
+    def _far_factor(self) -> int:
+        return FAR_FACTOR if self.is_ahead and self._ratio < FAR else 1
 
     def _is_rich(self, base_s: float) -> bool:
         """Return whether earlier drafts have saved so much that it is better to go on for a while if the acceptance

@@ -124,6 +124,20 @@ def test_looking_for_a_gain_costs_at_most_one_percent_where_there_is_none(num_ro
 
 
 @pytest.mark.parametrize(
+    ("num_rows", "device", "acceptance"),
+    [
+        pytest.param(1, Device(4.0, 6.0, 0.5, 0.4, 1.5), BALANCED, id="slow, 1"),
+        pytest.param(16, Device(4.4, 8.0, 0.1, 0.5, 0.8), BALANCED, id="slow, 16"),
+        pytest.param(1, Device(4.0, 4.9, 0.02, 0.3, 0.33), 0.0, id="wrong, 1"),
+    ],
+)
+def test_looking_for_a_gain_costs_half_as_much_where_drafts_are_far_from_paying(num_rows, device, acceptance):
+    rates = device.rates(num_rows, acceptance)
+    assert max(rates[1:]) < 0.92 * rates[0]
+    assert rate(simulate(device, num_rows, lambda step: acceptance, 6000)) > 0.995 * rates[0]
+
+
+@pytest.mark.parametrize(
     ("num_rows", "device"),
     [(1, Device(4.0, 4.9, 0.02, 0.3, 0.33)), (16, Device(4.4, 4.9, 0.01, 0.3, 0.3))],
 )

@@ -3,13 +3,17 @@ known."""
 
 import threading
 
+import numpy as np
 import pytest
 
 from engine.core.cache_groups import FULL_ATTENTION
 from engine.core.types import Arrival, Batch, Row, Sampling, StepOutput
 from engine.executors.draft_cache import DraftCache
+from engine.executors.draft_policy import DraftPolicy
+from engine.executors.drafted_slot import DraftedSlot
 from engine.executors.drafting import DraftingExecutor
 from engine.executors.model_drafts import ModelDrafts
+from engine.executors.mtp_drafts import MtpDrafts
 from tests.patience import PATIENCE_S
 
 IDS, TOKENS = [-10, -11, -12], [6, 7, 8]
@@ -21,7 +25,7 @@ class FakeModel:
     max_seq_len, block_bytes, chunk = 100, 0, 100
 
     def __init__(self, events):
-        self.cache, self._events = DraftCache(1, 4, 4, 0), events
+        self.cache, self._events = DraftCache(1, 16, 4, 0), events
 
     def allocate(self, num_blocks):
         self.cache.allocate(num_blocks)
@@ -132,3 +136,32 @@ def test_no_step_stays_without_a_result_when_the_executor_is_closed():
     paused.may_end.release(2)
     executor.close()
     assert all(step.output.done() for step in steps)
+
+
+class FakeLayer(FakeModel):
+    """Layer that keeps 20 hidden states of each slot."""
+
+    num_kept = 20
+
+    def step_states(self, rows):
+        return np.arange(1, 1 + sum(len(row.token_ids) for row in rows), dtype=np.int32)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_states_that_no_run_has_read_are_dropped_when_they_are_too_many_unless_drafts_may_pay(pays):
+    source, policy = MtpDrafts(FakeLayer([]), 100, "mtp"), DraftPolicy()
+    source.allocate(16)
+    slot = DraftedSlot([3], 1, 60)
+    policy._ratio = 1.01 if pays else 0.99
+    num_passed = 0
+    for start in range(40):
+        rows = [Row(0, start, [5], [range(16)] if not start else ())]
+        if not source.may_pass(rows, policy):
+            break
+        source.begin(Batch(rows), {})
+        num_passed += 1
+        slot.token_ids.append(5)
+        source.keep(rows, {0: slot}, source.note(rows))
+    assert num_passed == (FakeLayer.num_kept - 2 if pays else 40)
+    wanting = [Row(0, num_passed, [5], (), max_drafts=3)]
+    assert bool(source.drafts(wanting, {0: slot}, 3, None)) is pays
