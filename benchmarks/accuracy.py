@@ -58,11 +58,11 @@ def gpu_model(graph_dir: Path) -> Model:
     """Return a model that runs on the GPU, or with TRITON_INTERPRET=1 without one."""
     import torch
 
-    from engine.executors.cuda.load import load_program
+    from engine.executors.cuda.load import RankFiles, load_program
     from engine.ops import cuda
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    program = load_program(rank_dir(graph_dir, 0), Manifest.read(graph_dir).graph(), device, cuda)
+    program = load_program(RankFiles(rank_dir(graph_dir, 0), Manifest.read(graph_dir).graph()), device, cuda)
 
     def run(inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         given = {name: torch.from_numpy(array) for name, array in inputs.items()}

@@ -136,6 +136,7 @@ def make_host(
     """
     if config.mp_num == 1:
         return make_rank(graph_dir, config, tell=tell)
+    from engine.executors.expert_placement import orders_by_usage
     from engine.executors.ranks import RanksExecutor, refuse_second_group, start_ranks, wait_until_ready
     from engine.ops.cpu import group
 
@@ -144,10 +145,11 @@ def make_host(
     # Ranks on GPUs use the shared memory only to exchange their addresses; ranks on CPUs exchange all data through it.
     is_gpu = config.device == GPU
     shared_memory_fd = os.memfd_create("llm_group") if is_gpu else group.create_shared_memory(config.mp_num, num_hosts)
-    memberships = [group.Membership(rank, config.mp_num, shared_memory_fd, num_hosts) for rank in others]
+    orders = orders_by_usage(graph_dir, config)
+    memberships = [group.Membership(rank, config.mp_num, shared_memory_fd, num_hosts, (), orders) for rank in others]
     started = start_ranks(graph_dir, config, memberships, ends_process=owns_process or is_gpu)
     connections, of_blocks = [each for each, _ in started], [each for _, each in started]
-    mine = group.Membership(first_rank, config.mp_num, shared_memory_fd, num_hosts, tuple(peers))
+    mine = group.Membership(first_rank, config.mp_num, shared_memory_fd, num_hosts, tuple(peers), orders)
     try:
         first = make_rank(graph_dir, config, mine, tell)
         wait_until_ready(connections)

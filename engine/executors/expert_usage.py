@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from engine.models.weights import experts_of_rank
 
 log = logging.getLogger(__name__)
 
+NO_ORDERS: Mapping[str, Sequence[int]] = MappingProxyType({})
 MIN_TOKENS = 10_000  # that have chosen, for the counts to be written
 
 
@@ -71,10 +73,18 @@ class HostCounter:
 
 
 class ExpertUsage:
-    """Counts of all layers, and their division among ranks. `num_ranks`: that have different experts."""
+    """Counts of all layers, and their division among ranks. `num_ranks`: that have different experts. `orders`: of the
+    experts whose places `counter` counts, see `engine.executors.expert_placement`."""
 
-    def __init__(self, layers: Sequence[RoutedLayer], counter: Counter, num_ranks: int = 1):
+    def __init__(
+        self,
+        layers: Sequence[RoutedLayer],
+        counter: Counter,
+        num_ranks: int = 1,
+        orders: Mapping[str, Sequence[int]] = NO_ORDERS,
+    ):
         self._names = [layer.name for layer in layers]
+        self._orders = np.array([orders.get(layer.name, range(layer.num_experts)) for layer in layers])
         self._counter = counter
         self._first = [experts_of_rank(layers[0].num_experts, rank, num_ranks).start for rank in range(num_ranks)]
 
@@ -90,7 +100,10 @@ class ExpertUsage:
 
     def counts(self) -> np.ndarray:
         """Return how often each expert was chosen, [layers, experts], when all steps so far have ended."""
-        return self._counter.read(is_final=True)
+        of_places = self._counter.read(is_final=True)
+        counts = np.empty_like(of_places)
+        np.put_along_axis(counts, self._orders, of_places, axis=1)
+        return counts
 
     def clear(self) -> None:
         """Forget the steps so far, which were not those of requests."""

@@ -28,6 +28,7 @@ from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.cuda.test_adapters import answers, of_definition  # noqa: E402
 from tests.cuda.test_executor import MIXED, SETTINGS, a_loop, answers_of, generate, golden, requests_with  # noqa: E402
 from tests.family_checkpoints import ON_GPUS, prompt_lens  # noqa: E402
+from tests.pure.executors.test_expert_placement import write_usage  # noqa: E402
 
 RANKS = dataclasses.replace(SETTINGS, device="gpu", mp_num=2)
 PATIENCE_S = 120
@@ -74,6 +75,18 @@ def test_ranks_share_the_experts_or_have_some_each(loop_of, family, options):
         lengths = (24,) if IS_INTERPRETED else (1, 24, 127, 200)
         found = generate(loop, [known[f"prompt_{n}"].tolist() for n in lengths], max_new_tokens=count)
         assert found == [known[f"tokens_{n}"][:count].tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe"] if IS_INTERPRETED else ["qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_experts_that_are_placed_by_their_usage_give_the_same_tokens(loop_of, exported, tmp_path, family):
+    graph_dir, count = exported(family, num_ranks=2, **BY_EXPERTS), 2 if IS_INTERPRETED else 64
+    write_usage(tmp_path, graph_dir, lambda size: [2**place for place in range(size)])
+    loop = loop_of(family, options=BY_EXPERTS, max_num_batched_tokens=150, run_dir=str(tmp_path))
+    with np.load(ROOT / f"tests/golden/families/{family}.npz") as known:
+        lengths = (24,) if IS_INTERPRETED else (1, 24, 127, 200)
+        found = generate(loop, [known[f"prompt_{n}"].tolist() for n in lengths], max_new_tokens=count)
+        assert found == [known[f"tokens_{n}"][:count].tolist() for n in lengths]
+    assert any(order != [*range(len(order))] for order in loop.expert_usage._orders.tolist())
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="takes minutes with the interpreter")

@@ -16,13 +16,14 @@ import pytest
 from engine.core.loop import EngineLoop
 from engine.core.types import Sampling
 from engine.errors import ConfigError, InvalidRequest, SetupError
-from engine.executors import make_executor
+from engine.executors import expert_usage, make_executor
 from engine.executors.ranks import RankFailed
 from engine.exporting.export import ExportOptions, export
 from engine.link.journal import Submission
 from engine.models.adapters import identified
 from engine.ops.cpu.kernels import GroupError
 from engine.settings.config import Config
+from engine.settings.processes import EXPERT_USAGE_FILE
 from server_scripts.run_dir import children_of
 from tests.lora_adapters import make_adapter
 from tests.mtp_checkpoints import make_mtp_checkpoint, make_right
@@ -73,6 +74,32 @@ def test_ranks_with_some_of_the_experts_have_the_answers_of_one_and_are_batch_in
     requests = random_requests(seed=2)[:6]
     together = answers_of(graph_dir, requests, max_num_batched_tokens=64, **settings)
     assert answers_of(graph_dir, requests, max_num_batched_tokens=17, **settings) == together
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_experts_that_are_placed_by_their_usage_give_the_answers_of_one_rank(exported, family, tmp_path, monkeypatch):
+    """The usage is that of the first answers. The counts are those of the same experts in both cases. The router of
+    DeepSeek-V2 chooses among two groups, one for each rank, which stay where they are or change places."""
+    expected = cases(family)
+    graph_dir = exported(family, block_size=BLOCK_SIZE, num_ranks=2, expert_parallel=True)
+    greedy = [(prompt, Sampling(64, temperature=0, num_logprobs=0)) for prompt, _ in expected.values()]
+    config = Config(
+        run_dir=str(tmp_path), mp_num=2, cpu_threads=1, enable_expert_parallel=True, batch_size=NUM_REQUESTS
+    )
+    monkeypatch.setattr(expert_usage, "MIN_TOKENS", 1)
+    counts, loads = [], []
+    for _ in range(2):
+        executor = make_executor(graph_dir, config)
+        executor.allocate(400)
+        found = tokens_of(run(executor, config, greedy)[0])
+        assert list(found.values()) == [tokens for _, tokens in expected.values()]
+        counts.append(executor.expert_usage.counts())
+        loads.append(executor.expert_usage.stats()["num_busiest_rank_choices"])
+        executor.expert_usage.write(tmp_path / EXPERT_USAGE_FILE, graph_dir.name)
+        executor.close()
+    assert np.array_equal(*counts)
+    assert loads[1] <= loads[0]
+    assert loads[1] < loads[0] or family == "deepseek_v2"
 
 
 @pytest.mark.parametrize("quant_type", ["weight_only_int4", "weight_only_fp8", "a8w8"])
@@ -265,8 +292,9 @@ def a_group(graph_dir, num_ranks):
     code = f"""
 import logging, time
 from pathlib import Path
-from engine.executors import make_executor
+from engine.executors import expert_usage, make_executor
 from engine.settings.config import Config
+from engine.settings.processes import EXPERT_USAGE_FILE
 logging.basicConfig()
 executor = make_executor(Path({str(graph_dir)!r}), Config(mp_num={num_ranks}, cpu_threads=1))
 print("ready", flush=True)

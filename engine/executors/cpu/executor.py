@@ -16,6 +16,7 @@ from engine.executors.cpu.draft_graph import CpuDraftGraph
 from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.cpu.vision_encoder import CpuVisionEncoder
 from engine.executors.cpus import num_cpus
+from engine.executors.expert_placement import placed
 from engine.executors.expert_usage import ExpertUsage, HostCounter
 from engine.executors.memory import free_memory_bytes
 from engine.executors.prompt_outputs import max_prompt_logits
@@ -60,13 +61,13 @@ class CpuExecutor:
         self.block_size, self.block_bytes = model.block_size, sum(spec.block_bytes for spec in self._specs)
         self.graph_dir, self._files = graph_dir, (graph_dir, membership.rank)
         loaded, params = graph.load(*self._files)
-        self._program = CpuProgram(loaded, params)
+        orders = membership.expert_orders
+        self._program = CpuProgram(loaded, placed(loaded, params, orders, graph_dir))
         self.expert_usage: ExpertUsage | None = None
         if self._is_first and (layers := self._program.routed):
             self._program.counter = HostCounter(len(layers), layers[0].num_experts)
-            self.expert_usage = ExpertUsage(
-                layers, self._program.counter, model.num_ranks if model.expert_parallel else 1
-            )
+            num_ranks = model.num_ranks if model.expert_parallel else 1
+            self.expert_usage = ExpertUsage(layers, self._program.counter, num_ranks, orders)
         self._adapters = CpuAdapters(graph_dir, loaded, (membership.rank, membership.num_ranks), config)
         self._caches: dict[str, np.ndarray] = {}
         self.max_prompt_logits = max_prompt_logits(model.vocab_size)

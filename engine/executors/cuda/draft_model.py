@@ -20,7 +20,7 @@ from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.compilation import KernelCompiler
 from engine.executors.cuda.draft_graphs import STATE_ROWS, DraftGraphs, DraftRuns, DraftSizes
 from engine.executors.cuda.executor import CudaExecutor
-from engine.executors.cuda.load import load_program
+from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import CudaProgram
 from engine.executors.cuda.transfer import Download
 from engine.executors.draft_slots import DraftSlots, SlotSizes
@@ -70,7 +70,7 @@ class CudaDraftModel:
     def load(cls, graph_dir: Path, executor: CudaExecutor, config: Config, sizes: SlotSizes) -> CudaDraftModel:
         """Load an exported draft model."""
         model = Manifest.read(graph_dir)
-        program = load_program(rank_dir(graph_dir), model.graph(), executor.device, cuda)
+        program = load_program(RankFiles(rank_dir(graph_dir), model.graph()), executor.device, cuda)
         return cls(DraftGraph(program, model.graph().caches, model.max_seq_len), executor, config, sizes)
 
     def allocate(self, num_blocks: int) -> None:

@@ -24,7 +24,7 @@ from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.compilation import KernelCompiler, warn_of_late_compilation
 from engine.executors.cuda.expert_counter import DeviceCounter
 from engine.executors.cuda.host_cache import HostCache
-from engine.executors.cuda.load import load_program
+from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, CudaProgram, Inputs, Outputs
 from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
@@ -37,7 +37,7 @@ from engine.executors.image_inputs import ImageInputs
 from engine.executors.prompt_outputs import LOGITS_BYTES, max_prompt_logits
 from engine.executors.slots import Choices, Slots
 from engine.executors.spans import SlotSpans
-from engine.exporting.manifest import Manifest, rank_dir
+from engine.exporting.manifest import DECODER, Manifest, rank_dir
 from engine.models.layers import SPAN_EMBEDDINGS
 from engine.models.vision import VISION_GRAPH
 from engine.ops import cuda
@@ -99,7 +99,7 @@ class CudaExecutor:
         self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch of sampled tokens
         self._is_invariant = config.batch_invariant
         ops = invariant if self._is_invariant else cuda
-        self._program = load_program(rank_dir(graph_dir, self._membership.rank), model.graph(), self._device, ops)
+        self._program = load_program(self._files(DECODER), self._device, ops)
         self._check_type()
         self._caches = Caches(model.graph().caches, self._device)
         self._host_cache = HostCache(self._caches, config, self._device) if config.swap_space else None
@@ -135,8 +135,12 @@ class CudaExecutor:
     def load_graph(self, name: str) -> CudaProgram:
         """Load another graph of the model, which shares parameters of the same name with this one. Raises ModelError
         that lists the graphs there are."""
-        files, directory = Manifest.read(self.graph_dir).graph(name), rank_dir(self.graph_dir, self._membership.rank)
-        return load_program(directory, files, self.device, cuda, self._program.params)
+        return load_program(self._files(name), self.device, cuda, self._program.params)
+
+    def _files(self, name: str) -> RankFiles:
+        """Return the files of a graph of the model."""
+        directory = rank_dir(self.graph_dir, self._membership.rank)
+        return RankFiles(directory, Manifest.read(self.graph_dir).graph(name), self._membership.expert_orders)
 
     def keep_states(self, num_rows: int, rows_of: Callable[[Sequence[Row]], np.ndarray]) -> Tensor:
         """Let each step write the hidden states of its tokens to a memory, which is returned: [num_rows, H], zeros.
@@ -265,7 +269,7 @@ class CudaExecutor:
         counter = DeviceCounter(len(routed), routed[0].num_experts, self._device)
         for program in {self._program, self._adapted}:
             program.count_in(counter.counts)
-        return ExpertUsage(routed, counter, num_ranks)
+        return ExpertUsage(routed, counter, num_ranks, self._membership.expert_orders)
 
     def _check_type(self) -> None:
         if self._membership.num_ranks > 1 and self._program.params[TABLE].dtype == torch.float16:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from engine import graph as graphs
 from engine.errors import ConfigError
 from engine.executors.cuda import weights
 from engine.executors.cuda.program import CudaProgram, check_ops
+from engine.executors.expert_placement import Orders, placed
 from engine.exporting.manifest import GraphManifest
 from engine.models.constants import constants_of
 
@@ -22,22 +24,32 @@ log = logging.getLogger(__name__)
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
+class RankFiles(NamedTuple):
+    """A graph in the folder of one rank."""
+
+    directory: Path
+    graph: GraphManifest
+    expert_orders: Orders = MappingProxyType({})
+
+
 def load_program(
-    directory: Path, files: GraphManifest, device: torch.device, ops: ModuleType, shared: Mapping[str, Tensor] = NONE
+    files: RankFiles, device: torch.device, ops: ModuleType, shared: Mapping[str, Tensor] = NONE
 ) -> CudaProgram:
-    """Load a graph from the folder of one rank. Parameters of another graph that are `shared` are taken from there.
+    """Load a graph of one rank. Parameters of another graph that are `shared` are taken from there.
 
     `ops` is engine.ops.cuda or a module like it. Raises ConfigError if the weights are too large for the device, and
     GraphError for an op that it does not have.
     """
     started = time.monotonic()
-    graph = graphs.read_graph(directory / files.program, files.outputs)
+    directory, names, orders = files
+    graph = graphs.read_graph(directory / names.program, names.outputs)
     check_ops(graph, ops)  # before the weights are read
     own = weights.without(graph, shared)
     size = weights.num_bytes(own)
     try:
-        if files.parameters:
-            params = weights.load(own, graphs.read_params(directory / files.parameters, graph), device)
+        if names.parameters:
+            read = placed(graph, graphs.read_params(directory / names.parameters, graph), orders, directory.parent)
+            params = weights.load(own, read, device)
         else:
             params = weights.draw(own, constants_of(directory.parent), device)
     except torch.cuda.OutOfMemoryError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.executors.expert_placement import Gathered
 from engine.graph import Graph, Value
 from engine.ops import cuda
 
@@ -21,15 +22,16 @@ DRAWN_WIDTH = 0.02  # standard deviation
 CODES_WIDTH = {torch.int8: 73.3, torch.uint8: 4.32}  # standard deviation of uniform codes of 8 and 4 bits
 
 
-def load(graph: Graph, params: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+def load(graph: Graph, params: Mapping[str, np.ndarray | Gathered], device: torch.device) -> dict[str, Tensor]:
     """Copy the parameters to the device. `params` are the arrays of the mapped file, by name. Each byte is read once,
     through pinned memory on a GPU."""
     tensors = {name: _empty(value, device) for name, value in graph.parameters.items()}
     copy = _Copy(device)
     pieces = [
-        (tensors[name].view(torch.uint8).view(-1)[start : start + CHUNK], array[start : start + CHUNK])
-        for name, array in ((name, _bytes(params[name])) for name in tensors)
-        for start in range(0, len(array), CHUNK)
+        (target[start : start + CHUNK], source[start : start + CHUNK])
+        for name, tensor in tensors.items()
+        for target, source in _parts(tensor, params[name])
+        for start in range(0, len(source), CHUNK)
     ]
     with ThreadPoolExecutor(NUM_READERS) as readers:
         list(readers.map(copy, *zip(*pieces, strict=True)))
@@ -118,6 +120,14 @@ def _empty(value: Value, device: torch.device) -> Tensor:
 
 def _dtype(value: Value) -> torch.dtype:
     return getattr(torch, value.dtype)
+
+
+def _parts(tensor: Tensor, param: np.ndarray | Gathered) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Yield the bytes of a tensor and of the arrays of the file that they are copied from."""
+    target = tensor.view(torch.uint8).view(-1)
+    for source in map(_bytes, param.parts if isinstance(param, Gathered) else (param,)):
+        yield target[: len(source)], source
+        target = target[len(source) :]
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

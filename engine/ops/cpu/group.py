@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_int32, c_int64
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.ops.cpu.kernels import GroupError
 from engine.ops.cpu.library import c_library
@@ -30,6 +31,7 @@ class Membership:
     shared_memory_fd: int
     num_hosts: int = 1
     peers: tuple[socket.socket, ...] = ()  # of a host's first rank: to those of the other hosts, in the hosts' order
+    expert_orders: Mapping[str, Sequence[int]] = field(default_factory=dict)  # `engine.executors.expert_placement`
 
     @classmethod
     def alone(cls) -> Membership:

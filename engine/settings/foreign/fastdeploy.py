@@ -11,7 +11,7 @@ PORT = "the engine needs no port; servers that differ in this one differ in one"
 IMAGE_OUTPUT = "answers are text"
 IMAGE_CACHES = "embeddings of images are kept in the engine, and blocks of prompts by the content of their images"
 LOCAL = "requests wait in this server alone"
-EXPERTS = "ranks have a share of every expert or, with ENABLE_EXPERT_PARALLEL=1, the same experts for good"
+EXPERTS = "ranks have a share of every expert or, with ENABLE_EXPERT_PARALLEL=1, experts that stay there while it runs"
 RELOAD = "`start_server --reload MODEL` replaces the model"
 # Options of newer versions, without leading dashes
 NO_EFFECT = {
