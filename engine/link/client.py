@@ -194,9 +194,7 @@ class EngineClient:
                 return
             self.silent_s = 0.0
             if kind == messages.PONG:
-                if fields[0] != self._epoch:
-                    self._replay_to(fields[0])
-                self.stats = fields[1]
+                self._pong(*fields)
             elif fields[0] == self._epoch:
                 if kind == messages.TOKENS:
                     for update in fields[1]:
@@ -206,6 +204,13 @@ class EngineClient:
                 elif kind == messages.REFUSED:
                     request_id, error_kind, text, cause = fields[1:]
                     self._refused(request_id, error_of(error_kind, text, **cause))
+
+    def _pong(self, epoch: str, stats: dict[str, Any]) -> None:
+        if epoch != self._epoch:
+            self._replay_to(epoch)
+        self.stats = stats
+        if messages.STARTING not in stats:
+            self._crash_search.begin()
 
     def _replay_to(self, epoch: str) -> None:
         """Submit all open answers to a new engine process, or over a new connection to the same process."""
@@ -228,7 +233,7 @@ class EngineClient:
             entry.replay |= entry.submitted
             entry.submitted = False
         if is_restart:
-            self._crash_search.begin(sorted(entries, key=lambda name: entries[name].has_grammar))  # these take longer
+            self._crash_search.hold(sorted(entries, key=lambda name: entries[name].has_grammar))  # these take longer
         else:
             self._crash_search.call_off()
             for name in entries:

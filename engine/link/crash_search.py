@@ -4,7 +4,8 @@ Independent of sockets.
 After a crash the requests are submitted one at a time: the next one follows when the previous one has a token, or when
 its grammar takes long to compile, which happens in another process. Until then the request is alone. If the engine
 crashes again, the request that was alone is the suspect and the next engine process gets it first. If it crashes that
-one, too, it is the culprit; otherwise the crash had another cause.
+one, too, it is the culprit; otherwise the crash had another cause. No request is blamed for a crash of an engine that
+was still loading the model, which takes several seconds on a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class CrashSearch:
         self._waiting: deque[str] = deque()
         self._alone: str | None = None
         self._suspect: str | None = None
+        self._is_held = False  # the engine process does not compute yet
 
     @property
     def is_active(self) -> bool:
@@ -31,13 +33,15 @@ class CrashSearch:
 
     def add(self, request_id: str) -> None:
         """Submit a new request, during a search after the requests that wait for their turn."""
-        if self._alone is None:
+        if self._alone is None and not self._is_held:
             self._submit(request_id)
         else:
             self._waiting.append(request_id)
 
     def note_crash(self) -> str | None:
         """Record a crash of the engine. Return the culprit if it is known now, else None."""
+        if self._is_held:
+            return None
         alone, suspect = self._alone, self._suspect
         self._alone, self._suspect = None, alone
         if alone is None or alone != suspect:
@@ -45,15 +49,21 @@ class CrashSearch:
         self._suspect = None
         return alone
 
-    def begin(self, request_ids: Iterable[str]) -> None:
-        """Start a search in a new engine process with all open requests."""
+    def hold(self, request_ids: Iterable[str]) -> None:
+        """Let all open requests wait for `begin`, because there is a new engine process."""
+        self._is_held = True
         self._waiting = deque(sorted(request_ids, key=lambda request_id: request_id != self._suspect))
-        self._next()
+
+    def begin(self) -> None:
+        """Start the search among the requests that were held, because the engine process computes now."""
+        if self._is_held:
+            self._is_held = False
+            self._next()
 
     def call_off(self) -> None:
         """Stop the search, because all open requests have been submitted otherwise."""
         self._waiting.clear()
-        self._alone = None
+        self._alone, self._is_held = None, False
         self._on_alone(None)
 
     def survived(self, request_id: str) -> None:

@@ -71,6 +71,18 @@ def a_server(executor=None, address=None, max_message_bytes=-1, **settings):
 
 
 @contextmanager
+def a_loading_server(address):
+    """Run a server that only answers pings, as an engine process does while it loads the model."""
+    server = Server(address)
+    server.set_starting("the model is being loaded")
+    try:
+        yield server
+    finally:
+        server.close()
+        server.run(None)  # which ends at once
+
+
+@contextmanager
 def a_client(address, failed_file=None, suspect_file=None):
     client = EngineClient(address, failed_file, suspect_file)
     try:

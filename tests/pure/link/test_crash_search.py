@@ -18,6 +18,12 @@ def bench():
     return CrashSearch(submit), opened, given
 
 
+def begin(trials, request_ids):
+    """Begin a search in a new engine process that computes at once."""
+    trials.hold(request_ids)
+    trials.begin()
+
+
 def test_without_a_crash_every_request_is_submitted_at_once(bench):
     trials, _, given = bench
     for request_id in "abc":
@@ -29,7 +35,7 @@ def test_without_a_crash_every_request_is_submitted_at_once(bench):
 def test_after_a_crash_each_waits_for_the_first_token_of_the_one_before(bench):
     trials, _, given = bench
     assert trials.note_crash() is None
-    trials.begin("ab")
+    begin(trials, "ab")
     trials.add("c")
     assert given == ["a"]
     trials.survived("b")  # which were not mentioned
@@ -45,7 +51,7 @@ def test_after_a_crash_each_waits_for_the_first_token_of_the_one_before(bench):
 
 def test_one_that_has_been_cancelled_is_passed_over(bench):
     trials, opened, given = bench
-    trials.begin("abc")
+    begin(trials, "abc")
     opened -= {"b"}
     trials.survived("a")
     assert given == ["a", "c"]
@@ -53,38 +59,56 @@ def test_one_that_has_been_cancelled_is_passed_over(bench):
 
 def test_the_suspect_comes_first_and_alone_and_is_the_culprit_if_that_crashes(bench):
     trials, _, given = bench
-    trials.begin("abc")
+    begin(trials, "abc")
     trials.survived("a")
     assert trials.note_crash() is None  # with b on trial, a running
-    trials.begin("abc")
+    begin(trials, "abc")
     assert given == ["a", "b", "b"]
     assert trials.note_crash() == "b"
-    trials.begin("ac")
+    begin(trials, "ac")
     assert given == ["a", "b", "b", "a"]
 
 
 def test_a_suspect_that_gets_a_token_alone_was_none(bench):
     trials, _, given = bench
-    trials.begin("ab")
+    begin(trials, "ab")
     trials.note_crash()
-    trials.begin("ab")
+    begin(trials, "ab")
     trials.survived("a")
     assert given == ["a", "a", "b"]
     assert trials.note_crash() is None  # now b is the suspect
-    trials.begin("ab")
+    begin(trials, "ab")
     assert given[-1] == "b"
     assert trials.note_crash() == "b"
 
 
 def test_a_lost_connection_ends_the_trials_without_a_verdict(bench):
     trials, _, given = bench
-    trials.begin("ab")
+    begin(trials, "ab")
     trials.note_crash()
-    trials.begin("ab")
+    begin(trials, "ab")
     trials.call_off()
     trials.add("c")
     assert given == ["a", "a", "c"]
     assert trials.note_crash() is None
+
+
+def test_no_request_is_blamed_for_crashes_while_the_model_is_loaded(bench):
+    trials, _, given = bench
+    for _ in range(3):
+        trials.hold("ab")
+        trials.add("c")
+        assert given == []
+        assert trials.note_crash() is None
+    begin(trials, "abc")
+    assert trials.note_crash() is None
+    trials.hold("abc")
+    assert trials.note_crash() is None
+    begin(trials, "abc")
+    assert given == ["a", "a"]
+    trials.begin()  # it is called whenever the engine has said that it computes
+    assert given == ["a", "a"]
+    assert trials.note_crash() == "a"  # which has crashed every engine that computed it
 
 
 def test_a_trial_of_one_request_is_announced_before_it_runs():
@@ -95,13 +119,13 @@ def test_a_trial_of_one_request_is_announced_before_it_runs():
         return request_id != "b"
 
     search = CrashSearch(submit, lambda request_id: said.append(f"alone: {request_id}"))
-    search.begin("abc")
+    begin(search, "abc")
     assert said == ["alone: a", "a"]
     search.survived("a")
     assert said[2:] == ["alone: b", "b", "alone: c", "c"]
     search.survived("c")
     search.add("d")
     assert said[6:] == ["alone: None", "d"]
-    search.begin("e")
+    begin(search, "e")
     search.call_off()
     assert said[8:] == ["alone: e", "e", "alone: None"]

@@ -28,6 +28,7 @@ from tests.pure.engine_helpers import (
     Collector,
     a_client,
     a_free_address,
+    a_loading_server,
     a_server,
     an_engine_process,
     connected,
@@ -203,6 +204,21 @@ def test_a_request_that_crashes_the_engine_is_found_and_ends_alone(tmp_path):
         assert culprit.token_ids == []
         assert num_crashes <= 4  # among others, on trial, alone; the last engine has only been met
         assert child.num_crashes == 0 and not suspect.exists()
+
+
+def test_no_request_is_blamed_for_engines_that_end_while_they_load_the_model(tmp_path):
+    address, suspect = a_free_address(), tmp_path / "suspect"
+    with a_client(address, suspect_file=suspect) as client:
+        with an_engine_process(address, step_s=0.01):
+            listeners = [submit(client, [n], 60) for n in range(3)]
+            wait_until(lambda: all(listener.token_ids for listener in listeners))
+        for number in range(1, 4):
+            with a_loading_server(address):
+                wait_until(lambda number=number: client.num_restarts == number and messages.STARTING in client.stats)
+            assert not suspect.exists()
+        with an_engine_process(address):
+            assert [listener.wait() for listener in (*listeners, submit(client, [5], 1))] == ["length"] * 4
+        assert all(listener.token_ids == answer(listener.prompt, listener.sampling) for listener in listeners)
 
 
 def test_streams_survive_lost_connections_to_a_living_engine():
