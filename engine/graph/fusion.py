@@ -1,9 +1,9 @@
-"""Operator fusion: replaces pairs of ops by the fused ops of the catalogue that a device has."""
+"""Operator fusion: replaces ops, one behind the other, by the fused ops of the catalogue that a device has."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from engine.graph.nodes import Graph, Node
@@ -14,11 +14,12 @@ BEHIND_LOGITS = ("all_gather", "scale", "softcap")  # ops that may lie between t
 
 
 def fuse(graph: Graph, available: Collection[str], keep_products: bool = False) -> Graph:
-    """Return `graph` with pairs of ops replaced by the fused ones among `available`.
+    """Return `graph` with ops replaced by the fused ones among `available`.
 
-    A pair is fused if only the second op reads the output of the first, and no op in between updates an input of the
-    first. The op that computes the logits, before any ops of BEHIND_LOGITS, forms a pair with LOGITS. `keep_products`
-    excludes fused ops that do not store the product of a linear layer, so that adapters can be added to the products.
+    Ops are fused if only the next of them reads the output of each, and no op in between updates an input of an
+    earlier one. The op that computes the logits, before any ops of BEHIND_LOGITS, forms a pair with LOGITS.
+    `keep_products` excludes fused ops that do not store the product of a linear layer, so that adapters can be added to
+    the products.
     """
     names = {op.fuses: op.name for op in FUSED if op.name in available and not (keep_products and op.hides_product)}
     num_readers = Counter(value.id for node in graph.nodes for value in node.inputs if value)
@@ -26,12 +27,13 @@ def fuse(graph: Graph, available: Collection[str], keep_products: bool = False) 
     made_by = {node.outputs[0].id: node for node in graph.nodes}
     nodes: list[Node] = []
     for node in graph.nodes:
-        before = made_by.get(node.inputs[0].id) if node.inputs[0] else None
-        name = names.get((before.op, node.op)) if before else None
-        if before and name and num_readers[before.outputs[0].id] == 1 and _may_move(before, nodes):
-            nodes.remove(before)
-            inputs = (*before.inputs, *node.inputs[1:])
-            node = Node(name, inputs, node.outputs, {**before.attributes, **node.attributes})
+        for fuses, name in names.items():
+            chain = _chain(node, fuses, made_by, num_readers)
+            if chain and all(_may_move(each, nodes) for each in chain[:-1]):
+                for each in chain[:-1]:
+                    nodes.remove(each)
+                node = _joined(name, chain)
+                break
         nodes.append(node)
     logits = [graph.outputs["logits"]] if "logits" in graph.outputs else []
     for node in reversed(nodes):
@@ -41,6 +43,32 @@ def fuse(graph: Graph, available: Collection[str], keep_products: bool = False) 
         if node.outputs[0] in logits:
             nodes[index] = replace(node, op=names.get((node.op, LOGITS), node.op))
     return replace(graph, nodes=tuple(nodes))
+
+
+def _chain(
+    node: Node, fuses: Sequence[str], made_by: Mapping[int, Node], num_readers: Mapping[int, int]
+) -> list[Node] | None:
+    """Return the nodes with the ops `fuses`, of which `node` is the last, if only the next one reads the output of
+    each."""
+    chain: list[Node] = []
+    for op in reversed(fuses):
+        if chain:
+            value = chain[0].inputs[0]
+            before = made_by.get(value.id) if value and num_readers[value.id] == 1 else None
+        else:
+            before = node
+        if before is None or before.op != op:
+            return None
+        chain.insert(0, before)
+    return chain
+
+
+def _joined(name: str, chain: Sequence[Node]) -> Node:
+    """Return the node that computes all of `chain`."""
+    inputs = (*chain[0].inputs, *(value for node in chain[1:] for value in node.inputs[1:]))
+    updated = (value for node in chain[:-1] for value in node.outputs[1:])
+    attributes = {key: number for node in chain for key, number in node.attributes.items()}
+    return Node(name, inputs, (*chain[-1].outputs, *updated), attributes)
 
 
 def _may_move(node: Node, nodes: list[Node]) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.ops.catalogue_experts import mixture_ops
-from engine.ops.catalogue_latent import LATENT_OPS
+from engine.ops.catalogue_latent import LATENT_OPS, PROJECTED_LATENT_ATTENTION
 from engine.ops.catalogue_states import STATE_OPS
 from engine.ops.catalogue_vision import VISION_OPS
 from engine.ops.declaration import LOGITS, Op, arrays, attributes, table
@@ -341,6 +341,7 @@ FUSED = (
         is_row_wise=False,
         fuses=("all_reduce", "add_rms_norm"),
     ),
+    PROJECTED_LATENT_ATTENTION,
     *(
         replace(
             OPS[name],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.ops.declaration import Op, arrays, attributes
 
 CACHE = "kv_cache f32|bf16|f16|i8 [num_blocks, block_size, row_width]"
@@ -57,4 +59,19 @@ LATENT_OPS = (
         cuda="mla",
         is_row_wise=False,
     ),
+)
+PRODUCT, ATTENTION = LATENT_OPS
+PROJECTED_LATENT_ATTENTION = replace(
+    ATTENTION,
+    name="projected_latent_attention",
+    inputs=(
+        *arrays("x [T, num_heads * q_dim], key_weight f32|bf16|f16 [num_heads * latent_dim, K]"),
+        *ATTENTION.inputs[1:],
+        *arrays("value_weight f32|bf16|f16 [num_heads * N, latent_dim]"),
+    ),
+    outputs=(*arrays("y [T, num_heads * N]"), *ATTENTION.outputs[1:]),
+    formula="`head_linear(latent_attention(head_linear(x, key_weight), x, ..), value_weight)`; `q` is `x`.",
+    header="",
+    cuda="expanded_mla",
+    fuses=(PRODUCT.name, ATTENTION.name, PRODUCT.name),
 )

@@ -46,8 +46,8 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Op:
-    """An op of the catalogue. `fuses` names the two ops, one behind the other, that it computes in one call: such an op
-    is never exported, executors put it in their place. LOGITS stands for no op, but for an output of the graph."""
+    """An op of the catalogue. `fuses` names the ops, one behind the other, that it computes in one call: such an op is
+    never exported, executors put it in their place. LOGITS stands for no op, but for an output of the graph."""
 
     name: str
     inputs: tuple[Array, ...]

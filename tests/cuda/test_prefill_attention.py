@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.cuda import prefill_attention  # noqa: E402
-from engine.ops.cuda.prefill_attention import Fresh, KnownStarts  # noqa: E402
+from engine.ops.cuda.prefill_attention import KnownStarts, PromptChunk  # noqa: E402
 from tests.cuda.arrays import array, tensor  # noqa: E402
 from tests.cuda.test_executor import a_loop, generate, golden  # noqa: E402
 from tests.pure.paged_batch import PagedBatch  # noqa: E402
@@ -20,6 +20,7 @@ def ways(monkeypatch):
     taken = []
     attend = prefill_attention.attend
     monkeypatch.setattr(prefill_attention, "SHORTEST", 30)
+    monkeypatch.setattr(prefill_attention, "SHORTEST_CHUNK", 20)
     monkeypatch.setattr(prefill_attention, "STEP", 32)
     monkeypatch.setattr(
         prefill_attention, "attend", lambda query, *rest: taken.append(len(query)) or attend(query, *rest)
@@ -28,18 +29,22 @@ def ways(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("contexts", "counts", "found"),
+    ("contexts", "counts", "found", "num_fresh"),
     [
-        ([0], [30], [Fresh(0, 0, 30)]),
-        ([0], [29], []),
-        ([1], [30], []),
-        ([9, 0, 0], [1, 40, 64], [Fresh(1, 1, 41), Fresh(2, 41, 105)]),
-        ([0, 4, 0], [50, 40, 31], [Fresh(2, 90, 121)]),
-        ([0, 9], [50, 1], []),
+        ([0], [30], [PromptChunk(0, 0, 30)], 1),
+        ([0], [29], [PromptChunk(0, 0, 29)], 0),
+        ([0], [19], [], 0),
+        ([1], [30], [PromptChunk(0, 0, 30, 1)], 0),
+        ([9, 0, 0], [1, 40, 64], [PromptChunk(1, 1, 41), PromptChunk(2, 41, 105)], 2),
+        ([0, 4, 0], [19, 40, 31], [PromptChunk(1, 19, 59, 4), PromptChunk(2, 59, 90)], 1),
+        ([0, 9, 0], [50, 5, 2], [PromptChunk(0, 0, 50), PromptChunk(1, 50, 55, 9), PromptChunk(2, 55, 57)], 0),
+        ([0, 9], [50, 1], [], 0),
     ],
 )
-def test_found_are_the_last_ones_that_are_long_and_new(ways, contexts, counts, found):
-    assert prefill_attention.find(np.cumsum([0, *counts]), np.array(contexts)) == found
+def test_found_are_the_last_ones_from_a_long_one_on(ways, contexts, counts, found, num_fresh):
+    chunks = prefill_attention.find(np.cumsum([0, *counts]), np.array(contexts))
+    assert chunks == found
+    assert KnownStarts(torch.zeros(1), chunks).fresh == found[len(found) - num_fresh :]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ def test_their_attention_is_that_of_the_definition(device, ways, batch):
 )
 def test_what_it_cannot_do_goes_the_usual_way(device, ways, batch):
     where = [tensor(each, device) for each in (batch.query_starts, batch.context_lens, batch.block_tables)]
-    known = KnownStarts(where[0], [Fresh(0, 0, 40)])
+    known = KnownStarts(where[0], [PromptChunk(0, 0, 40)])
     sizes = {"num_heads": 4, "num_kv_heads": 2, "scale": 0.25}
     outs = [
         cuda.paged_attention(

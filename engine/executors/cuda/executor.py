@@ -306,8 +306,8 @@ class CudaExecutor:
             }
             return Begun(outputs, static | (self._uploads.send(left) if left else {}), None)
         sent = self._uploads.send(inputs | more)
-        fresh = [] if self._is_invariant else prefill_attention.find(inputs["query_starts"], inputs["context_lens"])
-        known = {"query_starts": KnownStarts(sent["query_starts"], fresh)} if fresh else {}
+        chunks = [] if self._is_invariant else prefill_attention.find(inputs["query_starts"], inputs["context_lens"])
+        known = {"query_starts": KnownStarts(sent["query_starts"], chunks)} if chunks else {}
         return Begun(self._compute({**sent, **known}), sent, None)
 
     def prompt_outputs(self, batch: Batch) -> StepPromptOutputs | None:

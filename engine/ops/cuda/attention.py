@@ -78,20 +78,20 @@ def paged_attention(
     """Compute attention of qkv [T, (Hq + 2 Hkv) D] over the cache [num_blocks, 2, Hkv, block_size, D]. Return [T, Hq
     D], and the cache, which is updated in place. An int8 cache also holds scales (int8_cache.py).
     """
-    starts, fresh, few = query_starts if isinstance(query_starts, KnownStarts) else KnownStarts(query_starts)
-    where, heads = (starts, context_lens, block_tables), opened(qkv)[0]
+    known = query_starts if isinstance(query_starts, KnownStarts) else KnownStarts(query_starts)
+    where, heads, fresh = (known.starts, context_lens, block_tables), opened(qkv)[0], known.fresh
     num_tokens, num_requests, pairs = len(heads), len(context_lens), None
     scoring = Scoring(scale, window, softcap, sinks)
     if num_tokens == num_requests and not fresh:
         return _attend_all(qkv, kv_cache, where, (num_requests, num_heads, 1), scoring, cos_sin), kv_cache
     if fresh and scoring.is_plain and prefill_attention.are_taken(heads.dtype, kv_cache):
         pairs = kv_cache.new_empty(2, num_kv_heads, num_tokens, kv_cache.shape[4])
-        num_requests, num_tokens, _ = fresh[0]
+        num_requests, num_tokens, *_ = fresh[0]
     query = place_all(qkv, cos_sin, kv_cache, where, num_heads, pairs)
-    sizes = num_requests, num_heads, few
+    sizes = num_requests, num_heads, known.few
     outs = [_attend_all(query[:num_tokens], kv_cache, where, sizes, scoring)] if num_tokens else []
     if pairs is not None:
-        outs += [prefill_attention.attend(query[a:b], pairs[:, :, a:b], scale) for _, a, b in fresh]
+        outs += [prefill_attention.attend(query[a:b], pairs[:, :, a:b], scale) for _, a, b, _ in fresh]
     return outs[0] if len(outs) == 1 else torch.cat(outs), kv_cache
 
 

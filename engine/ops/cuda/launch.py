@@ -23,7 +23,7 @@ IS_USED = tl.constexpr(CAN_BE and torch.cuda.get_device_capability() >= NEEDED)
 # aligned to 16 bytes. These arguments differ from step to step, and no kernel gains from knowing more about them.
 STEP_SIZES = [
     *("num_rows", "num_tokens", "num_requests", "table_width", "count", "num_numbers", "row_len", "max_logprobs"),
-    *("num_blocks", "num_parts"),
+    *("num_blocks", "num_parts", "first_head"),
 ]
 STEP_ARRAYS = [
     *("token_ids", "positions", "query_starts", "context_lens", "block_tables", "rows", "slots", "numbers", "tables"),

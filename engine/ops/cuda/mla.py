@@ -63,6 +63,12 @@ class LatentStep(NamedTuple):
         where = starts.starts if isinstance(starts, KnownStarts) else starts, lens, tables
         return cls(q_latent, q, latent, norm_weight, cos_sin, kv_cache, where, num_heads)
 
+    def before(self, request: int, token: int) -> tuple[Tensor, ...]:
+        """Return all inputs but `q_latent` of the requests before `request`, whose tokens are those before `token`."""
+        starts, lens, tables = self.where
+        rows = self.q[:token], self.latent[:token], self.norm_weight, self.cos_sin[:token], self.kv_cache
+        return *rows, starts[: request + 1], lens[:request], tables[:request]
+
     @property
     def has_one_each(self) -> bool:
         return len(self.q) == len(self.where[1])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import dropwhile, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -17,35 +18,43 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from engine.ops.cuda.launch import HAS_COPY_ENGINE
 
 SHORTEST = 4096  # tokens: for fewer it gains next to nothing
+SHORTEST_CHUNK = 512  # tokens of a long prompt or chunk
 STEP = 1024  # prompts are filled up to a multiple, as each other length costs the host 60 ms, once
 MAX_HEAD_DIM = 128
 
 
-class Fresh(NamedTuple):
-    """A prompt of which nothing was in the cache before this step."""
+class PromptChunk(NamedTuple):
+    """A prompt, or a chunk of one."""
 
     request: int  # its number among those of the step
     begin: int
     end: int  # rows
+    context: int = 0  # tokens that were in the cache before this step
 
 
 class KnownStarts(NamedTuple):
     """The `query_starts` of a step, with what the host knows of it."""
 
     starts: Tensor
-    fresh: Sequence[Fresh] = ()  # such prompts, which are the last ones of the step
+    chunks: Sequence[PromptChunk] = ()  # the last requests of the step, of which the first one is long
     few: int = 0  # tokens that hardly any request exceeds, as in a step that verifies drafts; 0: unknown
 
+    @property
+    def fresh(self) -> list[PromptChunk]:
+        """Return the last prompts that cuDNN may compute: nothing of them is in the cache yet."""
+        last = takewhile(lambda each: not each.context and each.end - each.begin >= SHORTEST, reversed(self.chunks))
+        return [*last][::-1]
 
-def find(query_starts: np.ndarray, context_lens: np.ndarray) -> list[Fresh]:
-    """Return the long prompts at the end of the step that have nothing in the cache yet."""
-    fresh: list[Fresh] = []
+
+def find(query_starts: np.ndarray, context_lens: np.ndarray) -> list[PromptChunk]:
+    """Return the prompts at the end of the step from the first long one on. Requests that decode have one token."""
+    chunks: list[PromptChunk] = []
     for request in reversed(range(len(context_lens))):
         begin, end = int(query_starts[request]), int(query_starts[request + 1])
-        if context_lens[request] or end - begin < SHORTEST:
+        if end - begin < 2:
             break
-        fresh.insert(0, Fresh(request, begin, end))
-    return fresh
+        chunks.insert(0, PromptChunk(request, begin, end, int(context_lens[request])))
+    return [*dropwhile(lambda each: each.end - each.begin < SHORTEST_CHUNK, chunks)]
 
 
 def are_taken(dtype: torch.dtype, kv_cache: Tensor) -> bool:

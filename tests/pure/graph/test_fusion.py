@@ -89,6 +89,30 @@ def test_the_product_that_makes_the_logits_has_an_op_of_its_own(is_gathered):
 
 def test_every_fused_op_is_made_of_ops_of_the_catalogue():
     for op in FUSED:
-        first, second = op.fuses
-        assert op.inputs[: len(OPS[first].inputs)] == OPS[first].inputs or first == "all_reduce"
-        assert second in (*OPS, LOGITS)
+        first, *others = (OPS[name] for name in op.fuses if name != LOGITS)
+        inputs = [*first.inputs, *(each for other in others for each in other.inputs[1:])]
+        assert [each.types for each in op.inputs] == [each.types for each in inputs]
+
+
+def latent_graph(*between: Node, out: int) -> Graph:
+    before = Node("head_linear", (value(0), value(1)), (value(2),), {"num_heads": 2})
+    given = (value(2), value(0), *(value(number) for number in range(3, 10)))
+    attend = Node("latent_attention", given, (value(10), value(11)), {"num_heads": 2, "scale": 0.5})
+    behind = Node("head_linear", (value(10), value(12)), (value(13),), {"num_heads": 2})
+    return graph(before, *between, attend, behind, output=value(out))
+
+
+def test_latent_attention_and_the_products_around_it_become_one():
+    angles = Node("rotary_angles", (value(20),), (value(5),), {})
+    before, fused = fuse(latent_graph(angles, out=13), ALL).nodes
+    assert before == angles
+    inputs = [0, 1, 0, *range(3, 10), 12]
+    outputs, attributes = (value(13), value(11)), {"num_heads": 2, "scale": 0.5}
+    assert fused == Node("projected_latent_attention", tuple(map(value, inputs)), outputs, attributes)
+    assert fused.updated == value(6)
+
+
+def test_three_ops_stay_apart_where_something_else_reads_what_is_between_them():
+    update = Node("add_rms_norm", (value(20), value(0), value(21)), (value(22), value(23)), {})
+    for kept in (latent_graph(out=10), latent_graph(update, out=13)):
+        assert names(fuse(kept, ALL)) == [node.op for node in kept.nodes]
