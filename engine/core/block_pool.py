@@ -44,6 +44,8 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack, lowest id first
         self._holders: dict[int, int] = {}  # block -> number of requests that hold it, at least 1
         self._cached: PrefixLRU[int, None] = PrefixLRU()
+        self._spare: PrefixLRU[int, None] = PrefixLRU()  # cached blocks that are evicted before all others
+        self._becomes_spare: set[int] = set()  # held blocks
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._host = HostBlocks(num_host_blocks) if num_host_blocks else None
@@ -51,7 +53,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Return the number of free and cached blocks."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._spare) + len(self._cached)
 
     @property
     def num_held(self) -> int:
@@ -75,6 +77,10 @@ class BlockPool:
         """Return whether the block with this key can be found in the cache itself."""
         return key in self._block_of
 
+    def is_coming_back(self, key: bytes) -> bool:
+        """Return whether the block with this key is swapped in before the next step. It cannot be copied until then."""
+        return self._host is not None and self._host.is_coming_back(self._block_of.get(key))
+
     def find(self, keys: Sequence[bytes]) -> int:
         """Return how many leading `keys` can be found."""
         for count, key in enumerate(keys):
@@ -92,12 +98,14 @@ class BlockPool:
         Raises OutOfBlocks and changes nothing if fewer are available.
         """
         shared = [self._block_of[key] for key in prefix if key in self._block_of]
-        available = self.num_available - sum(block in self._cached for block in shared)
+        available = self.num_available - sum(block in self._cached or block in self._spare for block in shared)
         need = count + len(prefix) - len(shared)
         if need > available:
             raise OutOfBlocks(f"need {need} blocks, {available} of {self.num_blocks} are available")
         for block in shared:
             self._cached.pop(block, None)
+            self._spare.pop(block, None)
+            self._becomes_spare.discard(block)
             self._holders[block] = self._holders.get(block, 0) + 1
         if len(shared) < len(prefix):
             self._bring_back([key for key in prefix if key not in self._block_of])
@@ -117,7 +125,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.evict()
+            block, _ = (self._spare or self._cached).evict()
             key = self._key_of.pop(block)
             del self._block_of[key]
             if self._host:
@@ -138,16 +146,31 @@ class BlockPool:
         """Return whether the block can be found by its key, so that its content must not change."""
         return block in self._key_of
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Make the held `block`, which is full and computed, findable by `key`, unless another block has this key."""
+    def publish(self, block: int, key: bytes, is_spare: bool = False) -> None:
+        """Make the held `block`, which is full and computed, findable by `key`, unless another block has this key.
+        `is_spare`: it is evicted before all others until it has been found once."""
         assert block in self._holders, f"block {block} is published but not held"
         if self.caching and key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
+            if is_spare:
+                self._becomes_spare.add(block)
 
     def unpublish(self, block: int) -> None:
         """Make the held `block` unfindable, so that it may change. A copy on the host can still be found."""
         del self._block_of[self._key_of.pop(block)]
+
+    def discard(self, key: bytes) -> None:
+        """Make the block with this key, if there is one, and its copy on the host unfindable."""
+        block = self._block_of.pop(key, None)
+        if block is not None:
+            del self._key_of[block]
+            for cached in (self._cached, self._spare):
+                if block in cached:
+                    del cached[block]
+                    self._free.append(block)
+        if self._host:
+            self._host.discard(key)
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Release consecutive `blocks` of a request. Those that no other request holds are free or cached."""
@@ -157,10 +180,13 @@ class BlockPool:
             if self._holders[block]:
                 continue
             del self._holders[block]
-            if block in self._key_of:
-                cached.append((block, None))
-            else:
+            if block not in self._key_of:
                 self._free.append(block)
+            elif block in self._becomes_spare:
+                self._spare.put([(block, None)])
+            else:
+                cached.append((block, None))
+            self._becomes_spare.discard(block)
         self._cached.put(cached[::-1])
 
     def take_swaps(self) -> Swaps | None:
@@ -169,7 +195,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Check that every block is in exactly one state. It is cheap enough to be called when the engine is idle."""
-        states = [set(self._free), set(self._cached), set(self._holders)]
+        states = [set(self._free), {*self._cached, *self._spare}, set(self._holders)]
         assert sum(map(len, states)) == len(set().union(*states)) == self.num_blocks
         assert len(self._free) == len(states[0]), "a block is free twice"
         assert all(count > 0 for count in self._holders.values()), "a held block has no holder"

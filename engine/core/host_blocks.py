@@ -28,6 +28,10 @@ class HostBlocks:
         """Return the number of blocks that the next step swaps in."""
         return len(self._back)
 
+    def is_coming_back(self, block: int | None) -> bool:
+        """Return whether the next step swaps an entry into `block`."""
+        return any(block == each for each, _ in self._back)
+
     def keep(self, key: bytes, block: int) -> None:
         """Swap out `block`, which has this key and will be overwritten. The least recently used entry is evicted for
         it; if even that one is wanted by the next step, `block` is lost."""
@@ -42,6 +46,14 @@ class HostBlocks:
             _, place = self._place_of.evict()
         self._place_of[key] = place
         self._out.append((block, place))
+
+    def discard(self, key: bytes) -> None:
+        """Make the entry unfindable and the next one to evict. It keeps its place until then, because the next step may
+        read it."""
+        if key in self._place_of:
+            unused = b"discarded %d" % self._place_of[key]  # no key is so short
+            self._place_of[unused] = self._place_of.pop(key)
+            self._place_of.move_to_end(unused, last=False)
 
     def want(self, keys: Sequence[bytes]) -> None:
         """Protect the entries of `keys`, which will be swapped in, from eviction until the next step."""

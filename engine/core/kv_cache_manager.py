@@ -52,17 +52,21 @@ class KVCacheManager:
         prefix = self._prefix_cache.find(request)
         if self._take_prompt(request, slot, running, prefix):
             return True
+        if running:
+            return False
         # A snapshot or the last block, and the copy of it, may be more blocks than there are.
-        if prefix.tail_len and not running:
-            request.finds_tail = False
-            return self.allocate_prompt(request, slot, running)
-        without = Prefix(0, [()] * len(self.groups), 0)
-        return self._has_states and not running and self._take_prompt(request, slot, running, without)
+        if prefix.tail_len:
+            without = self._prefix_cache.find(request, with_tail=False)
+            if self._take_prompt(request, slot, running, without):
+                return True
+        return self._has_states and self._take_prompt(request, slot, running, Prefix(0, [()] * len(self.groups), 0))
 
     def _take_prompt(self, request: Request, slot: int, running: Collection[Request], prefix: Prefix) -> bool:
         pool = self.pool
         first = [self._first_block(group, prefix) for group in range(len(self.groups))]
         written = [self._written(group, prefix) for group in range(len(first))]
+        if any(pool.is_coming_back(key) for keys in written for key in keys):
+            return False
         on_device = [list(map(pool.is_on_device, each)) for each in written]
         num_blocks = pool.blocks_for(len(request.token_ids))
         counts = [self._num_new(group, prefix, num_blocks) + sum(each) for group, each in enumerate(on_device)]
@@ -92,11 +96,12 @@ class KVCacheManager:
         request.num_published = request.num_computed // pool.block_size
         request.branch_point = prefix.num_paged * pool.block_size
         if self._has_states and pool.caching:
+            request.kept_at, request.num_retractable = request.num_computed, 0
             request.snapshots = snapshot_positions(request, pool.block_size)
         del request.prompt_logprobs[request.num_computed :]  # of a preempted request: they are computed again
         for index, each in enumerate(on_device):
             if each:
-                self._own_written(request, slot, index, each)
+                self._own_written(request, slot, index, first[index] + len(found[index]), each)
         self._set_room(request)
         return True
 
@@ -114,13 +119,14 @@ class KVCacheManager:
         keys = prefix.keys[index]
         return keys if self.groups[index].kind == STATE else keys[-1:] if prefix.tail_len else ()
 
-    def _own_written(self, request: Request, slot: int, index: int, on_device: Sequence[bool]) -> None:
-        """Give the request blocks of its own in place of the found ones that it writes. These are followed by those for
-        the copies. A block that comes back from the host needs none: its key can still be found there."""
+    def _own_written(self, request: Request, slot: int, index: int, end: int, on_device: Sequence[bool]) -> None:
+        """Give the request blocks of its own in place of the found ones that it writes, which are the last ones before
+        place `end`. Its last blocks are those for the copies. A block that comes back from the host needs none: its key
+        can still be found there."""
         block_ids, num_copies = request.block_ids[index], sum(on_device)
         copies = block_ids[len(block_ids) - num_copies :]
         del block_ids[len(block_ids) - num_copies :]
-        for place, is_copied in enumerate(on_device, len(block_ids) - len(on_device)):
+        for place, is_copied in enumerate(on_device, end - len(on_device)):
             block = block_ids[place]
             if is_copied:
                 block_ids[place] = copies.pop(0)
@@ -133,19 +139,21 @@ class KVCacheManager:
         """Make its next `num_tokens` positions writable: with new blocks, and with copies of those that others hold or
         may find. Raises OutOfBlocks; what it has by then it keeps."""
         pool, start = self.pool, request.num_computed
+        is_known = start >= request.room and not request.num_unverified  # it has just got here
+        if self._has_states and is_known and request.kept_at < start == self._next_snapshot(request, start - 1):
+            self._prefix_cache.publish_tail(request)
+            request.kept_at = start
         for index, group in enumerate(self.groups):
             block_ids = request.block_ids[index]
             if group.kind == STATE:
-                is_known = start >= request.room and not request.num_unverified  # it has just got here
-                if is_known and start == self._next_snapshot(request, start - 1):
-                    self._prefix_cache.publish_state(request, index)
                 for place, block in enumerate(block_ids):
                     if pool.is_shared(block) or pool.is_published(block):
                         self._replace(request, request.slot, index, place)
                 continue
             num_freed = self._free_behind_window(request, index) if group.kind == SLIDING_WINDOW else 0
-            if start // pool.block_size < len(block_ids) and pool.is_shared(block_ids[start // pool.block_size]):
-                self._replace(request, request.slot, index, start // pool.block_size)
+            place = start // pool.block_size
+            if place < len(block_ids) and (pool.is_shared(block_ids[place]) or pool.is_published(block_ids[place])):
+                self._replace(request, request.slot, index, place)
             num_missing = pool.blocks_for(min(start + request.num_unverified + num_tokens, request.max_len))
             num_missing -= len(block_ids)
             # A prompt keeps the share of the pool that it was admitted with.
@@ -176,7 +184,7 @@ class KVCacheManager:
         target.block_ids = [list(block_ids) for block_ids in source.block_ids]
         target.num_freed, target.block_hashes = list(source.num_freed), list(source.block_hashes)
         target.num_computed, target.num_published = source.num_computed, source.num_published
-        target.num_cached, target.has_new_blocks = source.num_cached, True
+        target.num_cached, target.kept_at, target.has_new_blocks = source.num_cached, source.kept_at, True
         self._set_shared(source)
         self._set_shared(target)
 
@@ -201,9 +209,17 @@ class KVCacheManager:
             self._prefix_cache.publish(request, request.num_published, count)
         request.num_published = count
 
-    def publish_tail(self, request: Request) -> None:
-        """See `PrefixCache.publish_tail`."""
-        self._prefix_cache.publish_tail(request)
+    def keep_end(self, request: Request) -> None:
+        """Keep the state of a request that ends, for a prompt that goes on with its answer, unless one was kept in the
+        same block. With `keeps_tail`, keep the last block of any model."""
+        if request.keeps_tail:
+            self._prefix_cache.publish_tail(request)
+        elif self._has_states and not request.in_lockstep:
+            end, size = request.num_computed, self.pool.block_size
+            # A launched step may compute what lies behind the end of an answer.
+            is_known = end <= min(len(request.token_ids), request.max_len)
+            if is_known and (end - 1) // size > request.kept_at // size:
+                self._prefix_cache.publish_tail(request, is_spare=end > request.prompt_len)
 
     def keep_logprobs(self, request: Request) -> None:
         """Remember the log-probabilities of its prompt, if it asked for them."""

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from engine.core import prompt_outputs
 from engine.core.block_pool import BlockPool
+from engine.core.cache_groups import MAX_REJECTED
 from engine.core.grammar import MaskRow
 from engine.core.image_queue import ImageQueue
 from engine.core.kv_cache_manager import KVCacheManager
@@ -257,7 +258,7 @@ class Scheduler:
                 spare -= len(forced)
                 num_sampled = len(token_ids)
                 request.num_unverified += len(forced) + max_drafts
-            request.num_computed = start + 1
+            request.num_computed, request.num_retractable = start + 1, 0
             new = self._cache.take_new_blocks(request) if request.has_new_blocks else ()
             row = Row(request.slot, start, token_ids, new, num_sampled, (), None, max_drafts)
             launched.append((request, row, ()))
@@ -307,6 +308,7 @@ class Scheduler:
             if not token_ids:
                 return 0
         request.num_computed = start + len(token_ids)
+        request.num_retractable = min(len(token_ids) - 1, MAX_REJECTED)
         is_last = request.num_computed == len(request.token_ids)
         forks = tuple(request.forks) if is_last else ()
         slots = [fork.slot for fork in forks]
@@ -366,8 +368,7 @@ class Scheduler:
             update = replace(update, prompt_outputs=prompt_outputs.take(request))
         updates.append(update)
         if update.finish_reason:
-            if request.keeps_tail:
-                self._cache.publish_tail(request)
+            self._cache.keep_end(request)
             self._queue.finish(request)
             request.state = State.ENDED
 

@@ -131,6 +131,8 @@ class Request:
     has_new_blocks: bool = False  # the executor does not know all its blocks
     branch_point: int = 0  # position up to which other prompts share its attention blocks, but no state was kept
     snapshots: Collection[int] = ()  # positions in its prompt at which its state is kept
+    num_retractable: int = 0  # of its last positions, which its state can take back
+    kept_at: int = 0  # position at which its state was found or kept last
     has_shared_tail: bool = False  # its last block may be shared and is copied before it is written
     room: int = 0  # positions below this one may be written
     num_cached: int = 0  # tokens found in the prefix cache at the last admission

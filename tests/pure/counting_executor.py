@@ -204,13 +204,13 @@ class CountingExecutor:
 
     def _update_state(self, row: Row, block_ids: Sequence[int], names: Sequence[int], holders: Counter[int]) -> None:
         """Check and write a state: the last positions with the names of the prefixes that end there, in the first place
-        of each of its blocks. What lies further back cannot be taken back."""
+        of each of its blocks. What lies further back cannot be taken back, nor can the first position of the row."""
         for block in block_ids:
             assert holders[block] == 1, f"slot {row.slot} changes a state that others read"
             if row.start:
                 found = dict(self.cache.get((block, 0), ())).get(row.start - 1)
                 assert found == names[row.start - 1], f"slot {row.slot} continues another state at position {row.start}"
-            self.cache[block, 0] = tuple(enumerate(names))[-1 - MAX_REJECTED :]
+            self.cache[block, 0] = tuple(enumerate(names))[-1 - min(MAX_REJECTED, len(row.token_ids) - 1) :]
 
     def _attend(self, row: Row) -> None:
         """Check that each query of the row finds its window, or everything before it."""

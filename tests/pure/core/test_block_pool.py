@@ -263,3 +263,57 @@ def test_the_books_agree_after_any_history(num_host_blocks):
             pool.check()
             assert pool.num_held == len({block for blocks in held for block in blocks})
     assert num_brought_back > 20 or not num_host_blocks
+
+
+def test_a_discarded_block_is_found_neither_here_nor_on_the_host():
+    pool = BlockPool(2, 4, num_host_blocks=1)
+
+    def cache(key):
+        block = pool.take(1)
+        pool.publish(block[0], key)
+        pool.give_back(block)
+
+    cache(b"key")
+    pool.give_back(pool.take(2))  # swaps it out
+    cache(b"key")
+    cache(b"other")
+    pool.discard(b"key")
+    pool.discard(b"unknown")
+    assert [key in pool for key in (b"key", b"other")] == [False, True]
+    pool.take_swaps()
+    pool.check()
+    [block] = pool.take(1)
+    assert not pool.is_published(block) and b"other" in pool  # the block of the key was free
+    pool.take(1)
+    assert b"other" in pool and not pool.is_on_device(b"other")  # its place on the host, too
+
+
+def test_a_discarded_block_on_the_host_is_not_overwritten_before_it_is_swapped_in():
+    pool = BlockPool(3, 4, num_host_blocks=1)
+    block = pool.take(1)
+    pool.publish(block[0], b"key")
+    pool.give_back(block)
+    pool.give_back(pool.take(3))
+    pool.take_swaps()
+    pool.take(0, [b"key"])
+    pool.discard(b"key")
+    block = pool.take(1)
+    pool.publish(block[0], b"other")
+    pool.give_back(block)
+    pool.take(2)
+    assert pool.take_swaps().out == [] and b"other" not in pool
+
+
+def test_spare_blocks_are_evicted_first_until_they_have_been_found():
+    pool = BlockPool(4, SIZE)
+    for name in (b"spare", b"found", b"other"):
+        [block] = pool.take(1)
+        pool.publish(block, name, is_spare=name != b"other")
+        pool.give_back([block])
+    pool.give_back(pool.take(0, [b"found"]))
+    pool.check()
+    pool.take(2)
+    assert [name in pool for name in (b"spare", b"found", b"other")] == [False, True, True]
+    pool.take(1)
+    assert [name in pool for name in (b"spare", b"found", b"other")] == [False, True, False]
+    pool.check()

@@ -59,12 +59,13 @@ def test_all_groups_have_to_find_a_prefix():
     assert num_cached(scheduler, executor, [*prompt[:30], 1, 2, 3]) == 28
 
 
-def test_a_state_is_kept_at_the_last_full_block_of_a_prompt():
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
+def test_a_state_is_kept_at_the_end_of_a_prompt(max_new_tokens):
     scheduler, executor = a_server(PAGES, STATES)
     prompt = fill(30, 100)
-    num_cached(scheduler, executor, prompt)
-    assert num_cached(scheduler, executor, prompt) == 28
-    assert num_cached(scheduler, executor, [*prompt, 1, 2, 3, 4, 5]) == 28
+    num_cached(scheduler, executor, prompt, max_new_tokens)
+    assert num_cached(scheduler, executor, prompt) == 29
+    assert num_cached(scheduler, executor, [*prompt, 1, 2, 3, 4, 5]) == 30
 
 
 def test_a_state_is_kept_at_intervals(monkeypatch):
@@ -82,15 +83,15 @@ def test_where_prompts_branch_off_a_state_is_kept_once():
     assert found == [0, 0, 16]  # the second one finds where attention branches off, and stops there
     assert scheduler.counters.num_tokens_without_state == 16
     chunks = [sum(count for _, count in rows) for rows in executor.batches]
-    assert chunks == [16, 16, 4, 2, 16, 16, 4, 2, 16, 4, 2]
+    assert chunks == [16, 16, 6, 16, 16, 6, 16, 6]
 
 
-@pytest.mark.parametrize(("num_blocks", "expected"), [(15, 16), (13, 0)])
+@pytest.mark.parametrize(("num_blocks", "expected"), [(13, 17), (12, 0)])
 def test_a_state_of_several_blocks_is_found_only_as_a_whole(num_blocks, expected):
     scheduler, executor = a_server(PAGES, CacheGroup(STATE, num_parts=3), num_blocks=num_blocks)
     prompt = fill(18, 100)
     num_cached(scheduler, executor, prompt)
-    num_cached(scheduler, executor, fill(5, 500))  # takes 8 blocks; of 13, two of them are parts of the snapshot
+    num_cached(scheduler, executor, fill(6, 500))  # takes 5 blocks; of 12, one of them is a part of the state
     assert num_cached(scheduler, executor, prompt) == expected
 
 

@@ -50,6 +50,7 @@ class World:
     drafting: bool = False
     ahead: bool = False  # steps are launched before the one before is applied, where that is allowed
     num_host_blocks: int = 0
+    talks: bool = False  # prompts go on with others
     groups: tuple[CacheGroup, ...] = FULL_ATTENTION
     requests: dict[str, Request] = field(default_factory=dict)
     forks: set[str] = field(default_factory=set)
@@ -89,7 +90,7 @@ class World:
         rng, room = self.rng, self.num_blocks // len(self.groups) * self.block_size
         prompt_len = rng.randint(1, min(room, 40))
         start = 0 if rng.random() < 0.5 else rng.randrange(10**6)
-        prompt = [start + index // 3 for index in range(prompt_len)]
+        prompt = self.next_prompt(room) or [start + index // 3 for index in range(prompt_len)]
         request = self.make(prompt, room)
         if rng.random() < 0.2:
             whole = answer(prompt, request.sampling)
@@ -99,6 +100,15 @@ class World:
         self.scheduler.add(request, replay=request.num_new_tokens > 0)
         self.num_apart += num_forks - len(request.forks)
         self.forks.update(fork.request_id for fork in request.forks)
+
+    def next_prompt(self, room):
+        """Return a prompt that goes on with one that has ended, or differs from it near its end. `talks` only."""
+        rng, ended = self.rng, [request for request in map(self.requests.get, self.ended) if self.talks]
+        if not ended or rng.random() < 0.3:
+            return None
+        before = rng.choice(ended)
+        end = rng.choice([len(before.token_ids), before.prompt_len]) - rng.choice([0, 0, rng.randint(0, 20)])
+        return (before.token_ids[: max(end, 0)] + [rng.randrange(1009) for _ in range(rng.randint(1, 9))])[:room]
 
     def make(self, prompt, room):
         rng = self.rng
@@ -249,7 +259,7 @@ def test_every_request_ends_once_with_its_own_tokens_whatever_the_cache_groups(g
     for seed in range(24):
         rng = random.Random(f"{groups} {how} {seed}")
         block_ratio, num_host_blocks = (0.3, 0.75, 0.99, 1)[seed // 2 % 4], (0, 1, 3, 100)[seed % 4]
-        world = World(rng, block_ratio, seed % 5 > 0, "drafts" in how, "ahead" in how, num_host_blocks, groups)
+        world = World(rng, block_ratio, seed % 5 > 0, "drafts" in how, "ahead" in how, num_host_blocks, groups=groups)
         live(world, drops=0.05 if seed % 2 else 0)
         num_preemptions += world.scheduler.counters.num_preemptions
         num_cached += world.scheduler.counters.num_cached_tokens
@@ -259,6 +269,29 @@ def test_every_request_ends_once_with_its_own_tokens_whatever_the_cache_groups(g
     assert num_cached > 0 and num_brought_back > 0
     assert num_preemptions > 0 or has_state or len(groups) == 1
     assert (num_accepted > 0) == ("drafts" in how)
+
+
+@pytest.mark.parametrize("how", ["one token", "drafts", "ahead", "drafts ahead"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (CacheGroup(PAGED), CacheGroup(STATE), CacheGroup(STATE)),
+        (CacheGroup(PAGED), CacheGroup(STATE, num_parts=3), WINDOW),
+    ],
+    ids=["paged and states", "large states and a window"],
+)
+def test_prompts_that_go_on_with_answers_find_their_states(groups, how):
+    num_cached = num_in_blocks = 0
+    for seed in range(24):
+        rng = random.Random(f"{groups} {how} {seed}")
+        block_ratio, num_host_blocks = (0.3, 0.75, 0.99, 1)[seed // 2 % 4], (0, 1, 3, 100)[seed % 4]
+        world = World(
+            rng, block_ratio, True, "drafts" in how, "ahead" in how, num_host_blocks, groups=groups, talks=True
+        )
+        live(world, drops=0.05 if seed % 2 else 0)
+        num_cached += world.scheduler.counters.num_cached_tokens
+        num_in_blocks += sum(request.num_cached % world.block_size > 0 for request in world.requests.values())
+    assert num_cached > 500 and num_in_blocks > 30
 
 
 def test_no_request_starves_behind_requests_that_arrive_for_ever():
