@@ -47,6 +47,13 @@ def test_weights_arrive_as_they_are_and_biases_in_the_type_of_their_matrix(expor
             assert np.array_equal(array(found[name]), expected)
 
 
+def test_a_failed_copy_of_weights_leaves_its_buffer_to_the_others(device):
+    copy, target = weights._Copy(device), torch.zeros(2, dtype=torch.uint8, device=device)
+    with pytest.raises(RuntimeError, match="size"):
+        copy(target, np.zeros(3, np.uint8))
+    assert copy._free.qsize() == weights.NUM_READERS
+
+
 def test_drawn_weights_have_the_shapes_of_the_graph_and_the_constants_of_the_model(exported, device):
     graph, params = graphs.load(exported("llama3", "bfloat16"))
     drawn = weights.draw(graph, constants_of(exported("llama3", "bfloat16")), device)

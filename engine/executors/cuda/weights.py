@@ -91,12 +91,14 @@ class _Copy:
 
     def __call__(self, target: Tensor, source: np.ndarray) -> None:
         buffer, stream = self._free.get()
-        buffer.numpy()[: len(source)] = source
-        with torch.cuda.stream(stream):  # without a stream this has no effect
-            target.copy_(buffer[: len(source)], non_blocking=True)
-        if stream:
-            stream.synchronize()
-        self._free.put((buffer, stream))
+        try:
+            buffer.numpy()[: len(source)] = source
+            with torch.cuda.stream(stream):  # without a stream this has no effect
+                target.copy_(buffer[: len(source)], non_blocking=True)
+            if stream:
+                stream.synchronize()
+        finally:
+            self._free.put((buffer, stream))  # otherwise the next calls would wait for it forever
 
 
 def _as_the_ops_want_them(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
