@@ -61,8 +61,8 @@ def make_executor(
 def make_draft_source(
     draft_dir: Path | None, manifest: Manifest, config: Config, executor: Executor | None = None
 ) -> DraftSource | None:
-    """Load the exported draft model in `draft_dir` for the model of `manifest`, on a GPU onto that of `executor`, which
-    has loaded it. Without a draft model, return None."""
+    """Load the exported draft model in `draft_dir` for the model of `manifest`, on a GPU onto that of the first rank of
+    `executor`, which has loaded it. Without a draft model, return None."""
     if draft_dir is None:
         return None
     from engine.executors.draft_slots import SlotSizes
@@ -72,9 +72,11 @@ def make_draft_source(
     if config.device == GPU:
         from engine.executors.cuda.draft_model import CudaDraftModel
         from engine.executors.cuda.executor import CudaExecutor
+        from engine.executors.ranks import RanksExecutor
 
-        assert isinstance(executor, CudaExecutor), "check_draft_settings refuses several ranks"
-        model: DraftModel = CudaDraftModel.load(draft_dir, executor, config, sizes)
+        first = executor.first if isinstance(executor, RanksExecutor) else executor
+        assert isinstance(first, CudaExecutor)
+        model: DraftModel = CudaDraftModel.load(draft_dir, first, config, sizes)
     else:
         from engine.executors.cpu.draft_model import CpuDraftModel
 

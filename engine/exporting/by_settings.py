@@ -52,14 +52,15 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
 
 
 def check_draft_settings(config: Config) -> None:
-    """Raise ConfigError if SPECULATE_METHOD needs a graph that drafts, and there are several ranks on GPUs."""
+    """Raise ConfigError if SPECULATE_METHOD needs a graph of the export that drafts, and there are several ranks on
+    GPUs."""
     method = config.speculate_method
-    if method not in (*GRAPHS, "draft") or config.mp_num == 1:
+    if method not in GRAPHS or config.mp_num == 1:
         return
     if config.device == GPU or with_device(config).device == GPU:
         raise ConfigError(
             f"SPECULATE_METHOD is {method} and MP_NUM is {config.mp_num}, which is not supported on GPUs yet; set"
-            " MP_NUM=1, or SPECULATE_METHOD to ngram or suffix"
+            " MP_NUM=1, or SPECULATE_METHOD to draft, ngram or suffix"
         )
 
 

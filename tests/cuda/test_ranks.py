@@ -17,11 +17,13 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 
 from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
-from engine.executors import make_host  # noqa: E402
+from engine.executors import make_draft_source, make_host  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.executors.drafting import with_drafts  # noqa: E402
 from engine.executors.memory import allocate_cache, run_longest_step  # noqa: E402
 from engine.executors.ranks import RankFailed  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
+from engine.exporting.manifest import Manifest  # noqa: E402
 from engine.models.support import PRECISIONS  # noqa: E402
 from engine.ops import cuda  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
@@ -87,6 +89,24 @@ def test_experts_that_are_placed_by_their_usage_give_the_same_tokens(loop_of, ex
         found = generate(loop, [known[f"prompt_{n}"].tolist() for n in lengths], max_new_tokens=count)
         assert found == [known[f"tokens_{n}"][:count].tolist() for n in lengths]
     assert any(order != [*range(len(order))] for order in loop.expert_usage._orders.tolist())
+
+
+@pytest.mark.usefixtures("products_are_chains_of_sums")
+def test_a_draft_model_of_the_first_rank_drafts_for_all(exported, two_devices, monkeypatch):
+    """Drafts are verified in steps that are launched before the host knows them."""
+    monkeypatch.setattr("engine.executors.memory.with_device", lambda config: config)
+    config = dataclasses.replace(RANKS, batch_size=2, speculate_method="draft", speculate_max_draft_token_num=3)
+    graph_dir, draft_dir = (exported("qwen2", block_size=16, **ranks) for ranks in ({"num_ranks": 2}, {}))
+    executor, found = make_host(graph_dir, config), []
+    source = make_draft_source(draft_dir, Manifest.read(graph_dir), config, executor)
+    drafting = with_drafts(executor, config, None, source)
+    for each in (executor, drafting):
+        each.allocate(12)
+        loop = EngineLoop(each, 12, config)
+        found.append(generate(loop, [[5, 6, 7], [9] * 20], max_new_tokens=6 if IS_INTERPRETED else 60))
+    drafting.close()
+    assert found[0] == found[1]
+    assert loop.stats()["num_accepted_tokens"] > 0
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="takes minutes with the interpreter")

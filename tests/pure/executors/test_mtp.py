@@ -230,7 +230,7 @@ def test_the_families_with_such_a_layer_are_documented():
     assert documented - {"model_type"} == {name.removesuffix("_text") for name in known}
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3", "draft"])
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
 def test_several_ranks_on_gpus_are_refused_before_the_export(method, checkpoint):
     config = replace(DRAFTING, speculate_method=method, speculate_model_path="a-folder", device="gpu", mp_num=2)
     message = f"SPECULATE_METHOD is {method} and MP_NUM is 2, which is not supported on GPUs yet; set MP_NUM=1, or"
