@@ -291,6 +291,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
     args = parser.parse_args()
+    room = 1024 if max(args.requests) < MANY else 512  # tokens of an answer
     config = Config(
         device="gpu",
         batch_size=max(args.requests),
@@ -298,7 +299,7 @@ def main() -> None:
         enable_prefix_caching=False,
         max_cached_task_num=10000,
         batch_invariant=args.invariant,
-        num_gpu_blocks_override=max(args.requests) * (args.context + 1024) // 16 + 1024,
+        num_gpu_blocks_override=max(args.requests) * (args.context + room) // 16 + 1024,
         block_ratio=2.0,
     )
     drafting_config = replace(config, speculate_method=args.method, speculate_max_draft_token_num=args.drafts)

@@ -3,7 +3,7 @@ right. It handles numbers only; drafts never change an answer, so the policy can
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -17,8 +17,9 @@ AGING = 0.998  # of the weight of all drafts, for each step: positions that get 
 # all steps with drafts cost more than those of a rest, so nothing follows from few drafts for many: they are tried.
 GROWTH, AHEAD_GROWTH = 0.25, 0.0
 NUM_TRUSTED = 3  # measurements of a step time that are needed to rely on it
+NUM_KNOWN_WELL = 16  # those from which on a difference may be one of all numbers of tokens
 MIN_GAIN = 1.03  # expected ratio of token rates from which drafts are verified
-RICH_MIN_GAIN = 0.95  # the same as long as the balance is high, on a device that runs ahead
+RICH_MIN_GAIN = 1.0  # the same as long as the balance is high, on a device that runs ahead
 LOSS_SHARE = 0.006  # of the time of all steps that drafts may cost
 MAX_BALANCE = 20.0  # steps without drafts whose time earlier gains may be spent on
 MAX_SPIKE = 1.5  # of an unusually slow step, in its usual time, that counts
@@ -33,10 +34,14 @@ BASE_INTERVAL = 128  # steps with drafts after which one without them is measure
 NUM_UNSETTLED, NUM_MEASURED = 2, NUM_TRUSTED + 1  # steps at the beginning of a rest, and those that are measured then
 REST = 96  # steps of a rest if drafts do not seem to pay
 AHEAD_BASE_INTERVAL, AHEAD_MAX_IDLE = 512, 8
+# Steps without drafts are measured more often where the ratio of token rates is below CLOSE, and where it is below SURE
+# as long as there are few measurements: the interval is then a multiple of their number.
+CLOSE, CLOSE_BASE_INTERVAL, SURE, INTERVAL_OF_EACH = 1.08, 96, 1.4, 8
 # Ratio of token rates below which rests are so much longer on a device that runs ahead, and looking for a gain may cost
 # so much less.
 FAR, FAR_FACTOR = 0.92, 4
 Offer = tuple[int, int]  # level and number of the drafts of a row
+Group = tuple[float, int, list[int]]  # drafts at one position of equal offers: probability, position, indices of offers
 no_time: Callable[[int], float] = lambda depth: 0.0  # noqa: E731
 
 
@@ -79,28 +84,30 @@ class StepTimes:
         self.has_credit = False  # the policy has added it to its balance
         self._scale = 1.0  # follows slow changes that concern all numbers of tokens, such as longer contexts
         self._seconds: dict[int, float] = {}  # in units of the scale
+        self._first: defaultdict[int, list[float]] = defaultdict(list)  # the first measurements, sorted
         self._num_seen: defaultdict[int, int] = defaultdict(int)
         self._known: list[int] = []  # sorted numbers of tokens whose times are relied on
 
     def observe(self, num_extra: int, seconds: float) -> None:
         num_extra = rounded(num_extra)
         seen = self._num_seen[num_extra] = self._num_seen[num_extra] + 1
-        if seen == 1:
-            self._seconds[num_extra] = seconds / self._scale
         if seen == (NUM_TRUSTED if num_extra else 1):
             insort(self._known, num_extra)
-        if seen == 1:
+        if seen <= NUM_TRUSTED:  # One of them may be slow or fast for many reasons.
+            insort(self._first[num_extra], seconds / self._scale)
+            self._seconds[num_extra] = self._first[num_extra][(seen - 1) // 2]
             return
         # Single slow steps, in which another process has taken the CPU, do not move it far.
         ratio = min(max(seconds / (self._scale * self._seconds[num_extra]), 0.7), 1.4)
-        if seen <= NUM_TRUSTED:  # The first ones may be slow for many reasons.
-            self._seconds[num_extra] = min(self._seconds[num_extra], seconds / self._scale)
-        else:
-            self._seconds[num_extra] *= 1 + (ratio - 1) * 0.1
-            self._scale *= 1 + (ratio - 1) * 0.15
+        is_known_well = seen > NUM_KNOWN_WELL
+        self._seconds[num_extra] *= 1 + (ratio - 1) * (0.1 if is_known_well else 0.25)
+        self._scale *= 1 + (ratio - 1) * (0.15 if is_known_well else 0.0)
+
+    def num_seen(self, num_extra: int) -> int:
+        return self._num_seen[rounded(num_extra)]
 
     def is_trusted(self, num_extra: int) -> bool:
-        return self._num_seen[rounded(num_extra)] >= NUM_TRUSTED
+        return self.num_seen(num_extra) >= NUM_TRUSTED
 
     def seconds(self, num_extra: int) -> float:
         """Return the expected time of a step. Between measured numbers of tokens it is interpolated."""
@@ -119,6 +126,11 @@ class StepTimes:
             high = known[place] if place else known[-1]
             slope = (self._seconds[high] - self._seconds[low]) / max(high - low, 1)
         return self._scale * (self._seconds[low] + slope * (num_extra - low))
+
+    def known_between(self, low: int, high: int) -> list[int]:
+        """Return the numbers of tokens in this range, without its ends, whose times are relied on. Between two of them
+        the time is linear."""
+        return self._known[bisect_right(self._known, low) : bisect_left(self._known, high)]
 
 
 def rounded(number: int) -> int:
@@ -197,26 +209,24 @@ class DraftPolicy:
         """
         times = self._times_of(num_rows)
         counts, base_s = [0] * len(offers), times.seconds(num_extra)
-        is_base_due = self._num_busy >= (AHEAD_BASE_INTERVAL if self.is_ahead else BASE_INTERVAL)
-        if not offers or not times.is_trusted(num_extra) or self._balance_s <= 0 or is_base_due:
+        if not offers or not times.is_trusted(num_extra) or self._balance_s <= 0 or self._is_base_due(times):
             return counts
-        probable = self._sorted(offers)
+        groups = self._sorted(offers)
+        num_probable = sum(len(indices) for _, _, indices in groups)
+        if not num_probable:
+            return counts
+        rate, best = _best_number(groups, (num_rows, num_extra), times, draft_s)
+        self._ratio = rate * base_s / num_rows
         min_gain = RICH_MIN_GAIN if self._is_rich(base_s) else MIN_GAIN
-        best, num_chosen, expected, depth = min_gain * num_rows / base_s, 0, float(num_rows), 0
-        highest = 0.0
-        for number, (probability, _, position) in enumerate(probable, 1):
-            expected, depth = expected + probability, max(depth, position + 1)
-            rate = expected / (times.seconds(num_extra + number) + draft_s(depth))
-            highest = max(highest, rate)
-            if rate > best:
-                best, num_chosen = rate, number
-        self._ratio = highest * base_s / num_rows
+        num_chosen = best if self._ratio > min_gain else 0
         max_idle = AHEAD_MAX_IDLE // self._far_factor if self.is_ahead else MAX_IDLE
         if not num_chosen and self._num_idle >= max_idle:  # The times or the acceptance may have changed.
-            num_tried = len(probable) if self.is_ahead else 1
+            num_tried = num_probable if self.is_ahead else 1
             num_chosen = num_tried * (self._balance_s > times.seconds(num_extra + num_tried) - base_s)
-        for _, index, _ in probable[:num_chosen]:
-            counts[index] += 1
+        for _, _, indices in groups:
+            for index in indices[:num_chosen]:
+                counts[index] += 1
+            num_chosen = max(num_chosen - len(indices), 0)
         return counts
 
     def choose_beside_prompts(self, num_rows: int, offers: Sequence[Offer]) -> list[int]:
@@ -225,8 +235,9 @@ class DraftPolicy:
         counts, times = [0] * len(offers), self._times_of(num_rows)
         if self._prompt_token_s and self._balance_s > 0 and times.is_trusted(0):
             least = MIN_GAIN * self._prompt_token_s * num_rows / times.seconds(0)
-            for probability, index, _ in self._sorted(offers):
-                counts[index] += probability > least
+            for probability, _, indices in self._sorted(offers):
+                for index in indices if probability > least else ():
+                    counts[index] += 1
         return counts
 
     def choose_for(
@@ -244,16 +255,28 @@ class DraftPolicy:
         measured = [each for each, times in self._times.items() if times.seconds(0)]
         return self._times[min(measured, key=lambda each: abs(each - num_rows))].seconds(0) if measured else 0.0
 
-    def learn(self, rows: Sequence[Row], output: StepOutput, seconds: float, draft_s: float) -> float:
-        """Learn from a step and from the time of drafting before it. Return the time that its drafts have saved by
-        estimate, which may be negative."""
+    def learn(
+        self, rows: Sequence[Row], output: StepOutput, times_s: tuple[float, float], *, is_usual: bool = True
+    ) -> float:
+        """Learn from a step. `times_s` are its time and that of drafting before it, from which nothing follows for
+        other steps unless they are usual. Return the time that its drafts have saved by estimate, which may be
+        negative."""
+        seconds, _ = times_s
         num_decoding, num_extra = _tokens_of(rows)
         if num_decoding < len(rows):
             self.observe_beside_prompts(sum(len(row.token_ids) for row in rows), seconds)
             return 0.0
-        return self.observe(num_decoding, num_extra, sum(map(len, output.token_ids)), (seconds, draft_s))
+        return self.observe(num_decoding, num_extra, sum(map(len, output.token_ids)), times_s, is_usual=is_usual)
 
-    def observe(self, num_rows: int, num_extra: int, num_sampled: int, times_s: tuple[float, float]) -> float:
+    def observe(
+        self,
+        num_rows: int,
+        num_extra: int,
+        num_sampled: int,
+        times_s: tuple[float, float],
+        *,
+        is_usual: bool = True,
+    ) -> float:
         """Learn from a decode step: its rows, its other tokens, how many tokens it has sampled, and the times of the
         step and of drafting. Return the time that drafts have saved by estimate."""
         seconds, draft_s = times_s
@@ -261,16 +284,20 @@ class DraftPolicy:
         times = self._times_of(num_rows)
         if self.is_ahead and not num_extra:
             return self._observe_probe(num_rows, seconds + draft_s)
-        self._observe_base(times, seconds, num_extra)
+        if is_usual:
+            self._observe_base(times, seconds, num_extra)
         base_s = times.seconds(0)
         self._num_idle, self._num_busy = (0, self._num_busy + 1) if num_extra else (self._num_idle + 1, 0)
         # A process that takes the CPU for a while must not decide whether drafts pay.
         saved_s = -min(draft_s, 2 * base_s)
         if num_extra and times.is_trusted(0):
-            drafting = self._draft_times[rounded(num_rows)]
-            drafting.observe(num_extra, max(draft_s, 1e-7))
-            saved_s = -min(draft_s, MAX_SPIKE * drafting.seconds(num_extra))
-            saved_s += num_sampled / num_rows * base_s - min(seconds, MAX_SPIKE * times.seconds(num_extra))
+            cost_s = seconds + draft_s
+            if is_usual:
+                drafting = self._draft_times[rounded(num_rows)]
+                drafting.observe(num_extra, max(draft_s, 1e-7))
+                cost_s = min(seconds, MAX_SPIKE * times.seconds(num_extra))
+                cost_s += min(draft_s, MAX_SPIKE * drafting.seconds(num_extra))
+            saved_s = num_sampled / num_rows * base_s - cost_s
         limit_s = MAX_BALANCE * base_s
         self._balance_s = min(max(self._balance_s + LOSS_SHARE * seconds + saved_s, -2 * limit_s), limit_s)
         self._num_quiet = 0 if num_extra else self._num_quiet + 1
@@ -294,12 +321,21 @@ class DraftPolicy:
         base_s, is_measured = times.seconds(0), times.is_trusted(0)
         saved_s = max(min(base_s - seconds, 0.0), -base_s) if is_measured else 0.0
         self._balance_s = max(self._balance_s + LOSS_SHARE * seconds + saved_s, -2 * MAX_BALANCE * base_s)
-        is_short = not is_measured or self._num_busy >= AHEAD_BASE_INTERVAL or self._is_rich(base_s)
+        is_short = not is_measured or self._is_base_due(times) or self._is_rich(base_s)
         self._num_idle, self._num_busy = self._num_idle + 1, 0
         if not self._num_left_to_rest:
             self._num_rows_at_rest = num_rows
             self._num_left_to_rest = NUM_UNSETTLED + NUM_MEASURED if is_short else REST * self._far_factor
         return saved_s
+
+    def _is_base_due(self, times: StepTimes) -> bool:
+        """Return whether so many steps had drafts that the time of one without them should be measured again."""
+        if not self.is_ahead:
+            return self._num_busy >= BASE_INTERVAL
+        interval = CLOSE_BASE_INTERVAL if self._ratio < CLOSE else AHEAD_BASE_INTERVAL
+        if self._ratio < SURE:
+            interval = min(interval, INTERVAL_OF_EACH * times.num_seen(0))
+        return self._num_busy >= interval
 
     @property
     def _far_factor(self) -> int:
@@ -319,19 +355,44 @@ class DraftPolicy:
         growth = AHEAD_GROWTH if self.is_ahead else GROWTH
         return self._times.setdefault(rounded(num_rows), StepTimes(num_rows, growth))
 
-    def _sorted(self, offers: Sequence[Offer]) -> list[tuple[float, int, int]]:
-        """Return probability, offer and position of all drafts, the most probable first."""
-        expected = {offer: self.acceptance.expected(*offer) for offer in set(offers)}
-        probable = [
-            (probability, index, position)
-            for index, offer in enumerate(offers)
-            for position, probability in enumerate(expected[offer])
+    def _sorted(self, offers: Sequence[Offer]) -> list[Group]:
+        """Return all drafts in groups, the most probable first."""
+        indices_of: defaultdict[Offer, list[int]] = defaultdict(list)
+        for index, offer in enumerate(offers):
+            indices_of[offer].append(index)
+        groups = [
+            (probability, position, indices)
+            for offer, indices in indices_of.items()
+            for position, probability in enumerate(self.acceptance.expected(*offer))
             if probability > LEAST_PROBABILITY
         ]
-        return sorted(probable, key=lambda each: (-each[0], each[2]))
+        return sorted(groups, key=lambda each: (-each[0], each[1]))
 
 
 def _tokens_of(rows: Sequence[Row]) -> tuple[int, int]:
     """Return how many rows decode, and how many tokens these have beyond one each."""
     decoding = [row for row in rows if len(row.token_ids) == row.num_sampled]
     return len(decoding), sum(row.num_sampled - 1 for row in decoding)
+
+
+def _best_number(
+    groups: Sequence[Group], sizes: tuple[int, int], times: StepTimes, draft_s: Callable[[int], float]
+) -> tuple[float, int]:
+    """Return the highest expected rate of tokens, and the number of drafts that has it. `sizes` are the rows of the
+    step and its other tokens beyond one for each row.
+
+    Within a group, the rate has its maximum at one of the ends or where the slope of the step's time changes: between
+    them it is the ratio of two linear functions.
+    """
+    (num_rows, num_extra), best = sizes, (0.0, 0)
+    num_before, expected, depth, drafting_s = 0, float(num_rows), 0, 0.0
+    for probability, position, indices in groups:
+        if position >= depth:
+            depth, drafting_s = position + 1, draft_s(position + 1)
+        first, last = num_extra + num_before + 1, num_extra + num_before + len(indices)
+        for place in (first, *times.known_between(first, last), last):
+            number = place - num_extra
+            rate = (expected + probability * (number - num_before)) / (times.seconds(place) + drafting_s)
+            best = max(best, (rate, number), key=lambda each: each[0])
+        num_before, expected = num_before + len(indices), expected + probability * len(indices)
+    return best

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -200,10 +201,13 @@ class DraftingExecutor:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Set the result of a step that is kept back."""
+        """Learn from a step whose result is kept back, and set the result."""
         if self._kept_back:
             (step, output), self._kept_back = self._kept_back, None
-            step.output.set_result(output)
+            try:
+                step.learn()
+            finally:
+                step.output.set_result(output)
 
     def _pass_on(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
         """Compute a step without drafts and note its tokens."""
@@ -281,10 +285,24 @@ class DraftingExecutor:
             if step.follows:  # with what the host has done since the step before
                 step_s += began - self._ended_s
             self._ended_s = now
-            self._source.learn(self._policy.learn(filled.rows, output, step_s, draft_s), step_s)
+            # On a device that runs ahead, drafts are usually computed in the time of the step, but not if the draft
+            # model has to read many tokens before.
+            is_usual = not (self._is_ahead and self._source.invested_s)
+            step.learn = partial(self._learn, self._policy, filled.rows, output, (step_s, draft_s), is_usual)
         self._append(filled.rows, output, drafts)
         self._source.read(filled.rows, self._slots, self._policy, noted)
         return output._replace(num_drafts=sum(map(len, drafts.values())))
+
+    def _learn(
+        self,
+        policy: DraftPolicy,
+        rows: Sequence[Row],
+        output: StepOutput,
+        times_s: tuple[float, float],
+        is_usual: bool,
+    ) -> None:
+        """Let the policy and the source learn from a step."""
+        self._source.learn(policy.learn(rows, output, times_s, is_usual=is_usual), times_s[0])
 
     def _output(self, filled: Batch, drafts: dict[int, Sequence[int]], step: DraftingStep) -> tuple[StepOutput, Any]:
         """Return the output of the other executor, and what the source has noted of the step. Drafts that are still

@@ -49,7 +49,7 @@ class Unread:
 
     @property
     def states(self) -> np.ndarray:
-        return np.concatenate(self._pieces)
+        return self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
 
 
 class MtpDrafts(ModelDrafts):
@@ -136,14 +136,17 @@ class MtpDrafts(ModelDrafts):
         elif len(states) and start - self._model.cache.num_valid(slot) <= SHORT:
             self._unread[slot] = Unread(start, states)
 
-    def _row(self, slot: int, token_ids: Sequence[int]) -> DraftRow:
-        """Return a row that reads the states of a slot. `token_ids` are all its known tokens."""
+    def _row(self, slot: int, token_ids: Sequence[int], num_answered: int = -1) -> DraftRow:
+        """Return a row that reads the states of a slot. `token_ids` are all its known tokens. It samples a token if
+        `num_answered` says how many of them are of the answer."""
         unread = self._unread.pop(slot)
-        states = unread.states
+        states, end = unread.states, unread.end
         start = min(self._model.cache.num_valid(slot), unread.start)
-        self._model.cache.advance(slot, unread.end)
-        missing = np.zeros((unread.start - start, *states.shape[1:]), states.dtype)
-        return DraftRow(slot, start, token_ids[start + 1 : unread.end + 1], False, 0, np.concatenate([missing, states]))
+        self._model.cache.advance(slot, end)
+        if start < unread.start:
+            missing = np.zeros((unread.start - start, *states.shape[1:]), states.dtype)
+            states = np.concatenate([missing, states])
+        return DraftRow(slot, start, token_ids[start + 1 : end + 1], num_answered >= 0, max(num_answered, 0), states)
 
     def _all_but_last(self, slot: int, token_ids: Sequence[int]) -> DraftRow:
         """Return a row that reads the states of a slot except the last one, from which the layer drafts later."""
@@ -154,12 +157,7 @@ class MtpDrafts(ModelDrafts):
         return row
 
     def _first_rows(self, wishes: Sequence[Wish], step_s: float) -> tuple[list[DraftRow], list[Wish]]:
-        rows = [
-            self._row(wish.slot, wish.token_ids)._replace(
-                samples=True, num_answered=len(wish.token_ids) - wish.prompt_len
-            )
-            for wish in wishes
-        ]
+        rows = [self._row(wish.slot, wish.token_ids, len(wish.token_ids) - wish.prompt_len) for wish in wishes]
         return rows, list(wishes)
 
     def _next_row(self, wish: Wish, drafts: Sequence[int]) -> DraftRow:

@@ -61,6 +61,7 @@ class DraftingStep:
     drafted: Future[Mapping[int, Sequence[int]]] = field(default_factory=Future)
     masked: Future[Any] = field(default_factory=Future)
     follows: bool = False  # immediately another one, on an executor that runs ahead
+    learn: Callable[[], None] = lambda: None  # from its times, once the next step is launched
 
     def drafts(self) -> Mapping[int, Sequence[int]]:
         return self.drafted.result()

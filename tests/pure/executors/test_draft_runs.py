@@ -165,3 +165,23 @@ def test_states_that_no_run_has_read_are_dropped_when_they_are_too_many_unless_d
     assert num_passed == (FakeLayer.num_kept - 2 if pays else 40)
     wanting = [Row(0, num_passed, [5], (), max_drafts=3)]
     assert bool(source.drafts(wanting, {0: slot}, 3, None)) is pays
+
+
+@pytest.mark.parametrize(("prompt_len", "is_usual"), [(15, True), (20, False)])
+def test_a_step_before_which_the_draft_model_has_read_a_prompt_is_not_usual(prompt_len, is_usual):
+    """Its drafts are waited for before it is launched, so that its time does not contain theirs."""
+    given, policy = [], DraftPolicy()
+    for _ in range(6):
+        policy.rest(0.01, [Row(0, 0, [5], ())])
+    policy.learn = lambda rows, output, times_s, is_usual: given.append(is_usual) or 0.0
+    policy.choose_for = lambda rows, offers, draft_s: [3]
+    policy._balance_s = 1.0
+    source = ModelDrafts(FakeModel([]), 100)
+    executor = DraftingExecutor(FakeExecutor([]), 3, source, policy)
+    executor.allocate(16)
+    tokens = [*range(prompt_len)]
+    row = Row(0, prompt_len - 1, tokens[-1:], [range(16)], max_drafts=3)
+    arrival = Arrival(0, tokens, prompt_len - 1, Sampling(50))
+    assert executor.launch(Batch([row], [arrival], max_drafts=3)).result().num_drafts == 3
+    assert given == [is_usual]
+    executor.close()
