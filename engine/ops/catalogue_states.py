@@ -54,8 +54,9 @@ STATE_OPS = (
         positions of the step before again. From `first_line` on the state has, for each key head, {OPEN} lines of keys
         and for each of its value heads `D` lines of `S`, {OPEN} lines of updates, and the decays, behind which the
         first one has the number of closed chunks. A GPU stores the state at multiples of 16 positions, and of each
-        position since then `k`, `u`, `v`, `g` and `beta` in the same lines; its sums are float32 sums of matrix
-        products in chunks of 16 positions.""",
+        position since then `k`, which is not normalized, `u`, `v`, `g` and `beta` in the same lines. Its sums are
+        float32 sums of matrix products in chunks of 16 positions. If `qkv` has 16 bits, factors that are float32
+        numbers, such as those of the state, are rounded to 17 bits.""",
         requires=("num_v_heads % num_k_heads == 0", "head_dim % 16 == 0"),
         header="gated_delta_rule.h",
         cuda="delta_rule",

@@ -1,5 +1,7 @@
 """Ops that keep a state for each request, on the GPU: against their definitions, and the same bits on every path."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.core.cache_groups import MAX_REJECTED  # noqa: E402
 from engine.ops import reference  # noqa: E402
 from engine.ops.cuda import invariant  # noqa: E402
-from tests.cuda.arrays import Ops, assert_close, floats  # noqa: E402
+from tests.cuda.arrays import BF16_STEP, Ops, assert_close, floats  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.pure.state_layer import SHAPES, Layer, cuts_of, recurrence  # noqa: E402
 
@@ -53,6 +55,26 @@ def test_chunks_of_a_prompt_change_no_bit(ops, cuts):
     layer = Layer([200], *SIZES)
     whole = layer.run(ops, layer.new_state(), {0: (0, 200)})
     assert np.array_equal(layer.run_cut(ops, layer.new_state(), cuts_of(cuts)), whole)
+
+
+@pytest.mark.parametrize("dtype", ["float16"] if IS_INTERPRETED else ["float16", "bfloat16"])
+def test_rows_of_16_bits_match_recurrence_on_every_path(device, dtype):
+    def rounded(x):
+        return torch.from_numpy(x).to(getattr(torch, dtype)).float().numpy()
+
+    def gated_delta_rule(qkv, gates, *rest, **attributes):
+        rows = (each.to(getattr(torch, dtype)) for each in (qkv, gates))
+        out, state = invariant.gated_delta_rule(*rows, *rest, **attributes)
+        return out.float(), state
+
+    ops = Ops(device, SimpleNamespace(causal_conv=invariant.causal_conv, gated_delta_rule=gated_delta_rule))
+    layer = Layer([200], *SIZES)
+    layer.gates = rounded(layer.gates)
+    where = np.array([0, 200], np.int32), np.zeros(1, np.int32), layer.tables
+    y, _ = ops.causal_conv(layer.x, layer.taps, layer.new_state(), *where, head_dim=layer.head_dim)
+    whole = layer.run(ops, layer.new_state(), {0: (0, 200)})
+    assert_close(whole, recurrence(layer, rounded(y)), BF16_STEP)
+    assert np.array_equal(layer.run_cut(ops, layer.new_state(), cuts_of("at borders")), whole)
 
 
 def test_prompt_of_equal_tokens_matches_recurrence(ops):

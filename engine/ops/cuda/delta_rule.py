@@ -1,13 +1,14 @@
 """The gated delta rule in chunks, in one order of sums whatever the steps are that compute a prompt.
 
-The first kernel normalizes queries and keys and computes decays. Prompts, drafts and, with BATCH_INVARIANT=1, single
-tokens are computed in chunks of CHUNK positions, at multiples of CHUNK (delta_rule_chunks.py): one kernel prepares all
-chunks at once, the next one goes over the chunks of each value head and begins with those that earlier steps left open,
-whose keys, values, decays and betas are kept in the state. Otherwise, a step of one token runs a kernel that reads the
-state as fast as memory allows. The last kernel writes what is kept of the positions of the step.
+The first kernel computes decays and betas. Prompts, drafts and, with BATCH_INVARIANT=1, single tokens are computed in
+chunks of CHUNK positions, at multiples of CHUNK (delta_rule_chunks.py): one kernel prepares all chunks at once, the
+next one goes over the chunks of each value head and begins with those that earlier steps left open, whose keys, values,
+decays and betas are kept in the state. Otherwise, a step of one token runs a kernel that reads the state as fast as
+memory allows (delta_rule_decode.py). The last kernel writes what is kept of the positions of the step.
 
 The state has the lines of the catalogue, but is stored at multiples of CHUNK positions, and the lines of updates hold
-KEPT updates and KEPT values.
+KEPT updates and KEPT values. Keys are stored as they come, because in bfloat16 a product with them takes half as many
+products of the tensor cores as one with normalized keys.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from engine.core.cache_groups import MAX_REJECTED
 from engine.ops.catalogue_states import OPEN
 from engine.ops.cuda import delta_rule_chunks as chunks
+from engine.ops.cuda import delta_rule_decode as decode
 from engine.ops.cuda import delta_rule_kernels as kernels
 from engine.ops.cuda.launch import PDL, new_indices, num_sms
 from engine.ops.cuda.prefill_attention import KnownStarts
@@ -28,10 +30,9 @@ from engine.ops.cuda.states import starts_of, words_of
 
 CHUNK, KEPT = kernels.CHUNK.value, kernels.KEPT.value
 assert MAX_REJECTED + CHUNK <= KEPT <= OPEN // 2
-COLUMNS, WARPS = 32, 4  # of a value head, for a program
-STAGES = 2  # chunks that are loaded at a time
+COLUMNS, WARPS = 32, 4  # of a value head, for a program of a step of single tokens
+STAGES = 3  # chunks that are loaded at a time
 DEPTH = 32  # elements of a key at a time
-HEADS = 4  # queries and keys of a program of the first kernel
 
 
 def gated_delta_rule(  # noqa: PLR0913 - the inputs of the catalogue, in its order
@@ -57,34 +58,33 @@ def gated_delta_rule(  # noqa: PLR0913 - the inputs of the catalogue, in its ord
     out = qkv.new_empty(num_tokens, num_v_heads * head_dim)
     if not num_tokens:
         return out, state
-    inputs = qkv.new_empty(num_tokens, 2 * num_k_heads * head_dim, dtype=torch.float32)
     factors = qkv.new_empty(num_tokens, 2 * num_v_heads, dtype=torch.float32)
     bases = new_indices(context_lens, num_requests)
     is_one_each = num_tokens == num_requests
-    updates = inputs.new_empty(num_tokens, num_v_heads * head_dim) if is_one_each else inputs
+    updates = factors.new_empty(num_tokens, num_v_heads * head_dim) if is_one_each else factors
     where = starts_of(query_starts), context_lens, state_tables
     padded = triton.next_power_of_2(head_dim)
-    heads, block = (num_k_heads, num_v_heads, head_dim, padded), (words.shape[1], words.shape[1] // head_dim)
-    sizes = state_tables.shape[1], first_line, *heads, *block, OPEN
-    kernels.prepare[(num_tokens, triton.cdiv(2 * num_k_heads, HEADS))](
-        qkv, gates, a_log, dt_bias, words, *where, inputs, factors, bases, num_requests, *sizes,
-        is_one_each, HEADS, triton.next_power_of_2(num_v_heads), num_warps=4, **PDL,
+    block = words.shape[1], words.shape[1] // head_dim
+    sizes = state_tables.shape[1], first_line, num_k_heads, num_v_heads, head_dim, padded, *block, OPEN
+    kernels.prepare[(num_tokens,)](
+        gates, a_log, dt_bias, words, *where, factors, bases, num_requests, state_tables.shape[1], first_line,
+        num_v_heads, head_dim, *block, OPEN, is_one_each, triton.next_power_of_2(num_v_heads), num_warps=1, **PDL,
     )  # fmt: skip
-    given = qkv, inputs, factors, bases, words, *where
+    given = qkv, factors, bases, words, *where
     if is_invariant or not is_one_each:
         spare = 2 if is_one_each else 3  # a step begins up to CHUNK + MAX_REJECTED positions behind the stored state
         num_tiles = num_tokens // CHUNK + spare * num_requests
-        products = inputs.new_empty(num_tiles * num_v_heads, 2 * CHUNK + 1, CHUNK)
+        products = factors.new_empty(num_tiles * num_v_heads, chunks.PRODUCTS.value)
         chunks.prepare_chunks[(num_tiles, num_k_heads)](
             *given, products, num_requests, *sizes, spare, min(padded, DEPTH), num_warps=1, num_stages=1, **PDL
         )
-        columns = min(padded, COLUMNS)
+        columns = chunks.COLUMNS.value
         chunks.advance[(num_requests, num_v_heads, triton.cdiv(head_dim, columns))](
-            *given, products, out, *sizes, spare, MAX_REJECTED, columns, STAGES, num_warps=WARPS, num_stages=1, **PDL
+            *given, products, out, *sizes, spare, MAX_REJECTED, STAGES, num_warps=1, num_stages=1, **PDL
         )
     else:
         columns = padded if num_requests * num_v_heads >= num_sms() else min(padded, COLUMNS)
-        kernels.advance_one[(num_requests, num_v_heads, triton.cdiv(head_dim, columns))](
+        decode.advance_one[(num_requests, num_v_heads, triton.cdiv(head_dim, columns))](
             *given, updates, out, *sizes, columns, min(padded, DEPTH),
             num_warps=8 if columns > COLUMNS else WARPS, num_stages=1, **PDL,
         )  # fmt: skip
