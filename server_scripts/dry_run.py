@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.core.cache_groups import PAGED, STATE, CacheGroup
 from engine.errors import ConfigError
-from engine.executors.memory import BlockSizes, free_memory_bytes, num_blocks
+from engine.executors.memory import BlockSizes, check_host_memory, free_memory_bytes, num_blocks
 from engine.exporting.by_settings import options_of
 from engine.exporting.gguf_folder import as_checkpoint
 from engine.exporting.manifest import Manifest, is_exported
@@ -29,17 +29,19 @@ def dry_run(config: Config, path: Path) -> tuple[list[str], bool]:
     longest = min(model_len, config.max_prompt_len + config.max_answer_len)
     per_request = sizes.blocks_for(longest, config.max_step_tokens) * sizes.block_bytes
     free = _free_bytes(config)
+    weight_bytes, weight_lines = _weights(config, model)
     lines = [
         f"model     {path.name}: {manifest.weight_format}, ranks: {config.mp_num}, device: {config.device}",
-        f"weights   {model.weight_bytes / GIB:.2f} GiB per rank",
+        *weight_lines,
         *_cache_lines(sizes),
         f"request   {per_request / GIB:.3f} GiB per rank for the longest one, {longest} tokens",
         f"free      {free / GIB:.2f} GiB per rank",
     ]
     try:
-        if model.weight_bytes >= free:
+        check_host_memory(config)
+        if weight_bytes >= free:
             raise ConfigError("the weights alone do not fit")
-        count = num_blocks(config, model_len, sizes, free - model.weight_bytes)
+        count = num_blocks(config, model_len, sizes, free - weight_bytes)
     except ConfigError as error:
         return [*lines, f"fits      no: {error}"], False
     cache = count * sizes.block_bytes
@@ -58,10 +60,22 @@ def model_sizes(config: Config, path: Path) -> ModelSizes:
         return sizes_of(path, options_of(config, path), widens_fp8=config.device == CPU)
     from engine import graph
     from engine.executors.cpu.widening import widened
+    from engine.graph.experts import expert_sizes
 
     loaded = graph.load(path)
     params = widened(*loaded)[1] if config.device == CPU else loaded[1]
-    return ModelSizes(Manifest.read(path), sum(array.nbytes for array in params.values()))
+    return ModelSizes(Manifest.read(path), sum(array.nbytes for array in params.values()), expert_sizes(loaded[0]))
+
+
+def _weights(config: Config, model: ModelSizes) -> tuple[int, list[str]]:
+    """Return the bytes of the weights on the device of a rank, and what is printed about them."""
+    if not config.experts_on_host:
+        return model.weight_bytes, [f"weights   {model.weight_bytes / GIB:.2f} GiB per rank"]
+    host_bytes = model.experts.host_bytes(config.host_expert_bytes)
+    stage_bytes = model.experts.stage_bytes(config.host_expert_bytes)
+    num_bytes = model.weight_bytes - host_bytes + stage_bytes
+    text = f"weights   {num_bytes / GIB:.2f} GiB per rank, with {stage_bytes / GIB:.2f} to which experts are copied"
+    return num_bytes, [text, f"experts   {host_bytes / GIB:.2f} GiB per rank in the host's memory"]
 
 
 def _block_sizes(manifest: Manifest) -> BlockSizes:

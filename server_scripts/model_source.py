@@ -204,15 +204,15 @@ def check_settings(graph_dir: Path) -> None:
     The check runs before any process is started.
     """
     from engine.executors import check_num_ranks
-    from engine.executors.memory import check_swap_space
+    from engine.executors.memory import check_host_memory
     from engine.exporting.manifest import Manifest
     from engine.settings.device import GPU, with_device
 
     config, manifest = Config.from_env(), Manifest.read(graph_dir)
     config.model_len(manifest.max_seq_len)
     # Not checked on a GPU, where a model that is being replaced may still hold the memory.
-    if config.swap_space and (found := with_device(config)).device != GPU:
-        check_swap_space(found)
+    if (config.swap_space or config.experts_on_host) and (found := with_device(config)).device != GPU:
+        check_host_memory(found)
     check_num_ranks(graph_dir, manifest, config)
     if config.lora_modules:
         from engine.models.adapters import AdapterError

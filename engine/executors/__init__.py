@@ -12,7 +12,7 @@ from engine.core.types import Executor
 from engine.errors import ConfigError
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafting import DraftSource, with_drafts
-from engine.executors.memory import check_swap_space
+from engine.executors.memory import check_host_memory
 from engine.exporting.by_settings import GRAPHS
 from engine.exporting.draft import check_layer, export_draft_model
 from engine.exporting.manifest import Manifest
@@ -37,7 +37,7 @@ def make_executor(
     of a CPU rank raises an error in the step that waits for it, instead of ending this process. Raises SetupError.
     """
     config = with_device(config)
-    check_swap_space(config)
+    check_host_memory(config)
     manifest, machines = Manifest.read(graph_dir), config.machines
     check_num_ranks(graph_dir, manifest, config)
     if config.device == GPU:

@@ -39,19 +39,21 @@ def allocate_cache(executor: Executor, config: Config, model_len: int) -> int:
     return count
 
 
-def check_swap_space(config: Config) -> None:
-    """Raise ConfigError if SWAP_SPACE has no effect on the device or does not fit into memory. `config` has a
-    device."""
-    if not config.swap_space:
-        return
-    if config.device != GPU:
-        raise ConfigError(
-            f"SWAP_SPACE is {config.swap_space:g}, but on the CPU the KV cache is in the host's memory itself: BLOCK_BS"
-            " makes it larger"
-        )
+def check_host_memory(config: Config) -> None:
+    """Raise ConfigError if SWAP_SPACE or EXPERTS_ON_HOST has no effect on the device or does not fit into memory.
+    `config` has a device."""
+    on_cpus = {
+        "SWAP_SPACE": "the KV cache is in the host's memory itself: BLOCK_BS makes it larger",
+        "EXPERTS_ON_HOST": "all weights are in the host's memory: set it to 0",
+    }
     free = free_memory_bytes() / 2**30
-    if config.swap_space > free:
-        raise ConfigError(f"SWAP_SPACE is {config.swap_space:g} GiB, the host has {free:.1f} GiB free")
+    for name, reason in on_cpus.items():
+        wanted = getattr(config, name.lower())
+        if wanted and config.device != GPU:
+            raise ConfigError(f"{name} is {wanted:g}, but on the CPU {reason}")
+        if wanted > free:
+            raise ConfigError(f"{name} is {wanted:g} GiB, the host has {free:.1f} GiB free")
+        free -= wanted
 
 
 def run_longest_step(executor: Executor, config: Config, model_len: int, num_blocks: int) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.exporting.expert_sizes import ExpertSizes
 from engine.exporting.export import ExportOptions, plan_of
 from engine.exporting.manifest import CONFIG, Manifest
 from engine.models.checkpoint import weight_files
+from engine.models.experts import is_stack
 from engine.models.formats import Fp8
 from engine.models.keys import ModelError, an_object, read_json
 from engine.models.paddlenlp import rank_files
@@ -27,13 +29,18 @@ class ModelSizes:
 
     manifest: Manifest
     weight_bytes: int
+    experts: ExpertSizes
 
 
 def sizes_of(checkpoint_dir: Path, options: ExportOptions, *, widens_fp8: bool) -> ModelSizes:
     """Return the sizes of a checkpoint, which may consist of config.json alone. With `widens_fp8`, matrices of 8-bit
     floats become bfloat16 when they are loaded, as on CPUs. Raises ModelError if the model is not supported."""
     plan = plan_of(checkpoint_dir, _fitting(options, checkpoint_dir), log.info)
-    return ModelSizes(plan.manifest, sum(_num_bytes(weight, widens_fp8) for weight in plan.weights))
+    sizes, mixture = [_array_bytes(weight, widens_fp8) for weight in plan.weights], plan.model.mixture
+    stacks = [of_arrays[0] for weight, of_arrays in zip(plan.weights, sizes, strict=True) if is_stack(weight.name)]
+    num_experts = len(plan.shards[0].experts(mixture.num_experts)) if mixture else 0
+    experts = ExpertSizes(len(stacks) // 2, num_experts, sum(stacks))
+    return ModelSizes(plan.manifest, sum(map(sum, sizes)), experts)
 
 
 def _fitting(options: ExportOptions, directory: Path) -> ExportOptions:
@@ -55,9 +62,10 @@ def _fitting(options: ExportOptions, directory: Path) -> ExportOptions:
     )
 
 
-def _num_bytes(weight: Weight, widens_fp8: bool) -> int:
+def _array_bytes(weight: Weight, widens_fp8: bool) -> list[int]:
+    """Return the bytes of the arrays in which a weight is stored, first those of its values or codes."""
     num_rows, *inner = weight.shape
     if widens_fp8 and isinstance(weight.format, Fp8):
-        return 2 * num_rows * math.prod(inner)
+        return [2 * num_rows * math.prod(inner)]
     of_a_row = weight.format.store(np.zeros((1, *inner), np.dtype(weight.format.read_as)))
-    return num_rows * sum(array.nbytes for array in of_a_row)
+    return [num_rows * array.nbytes for array in of_a_row]

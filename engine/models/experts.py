@@ -92,6 +92,11 @@ class Mixture:
         return run.ops.all_reduce(y) if self.is_partial else y
 
 
+def is_stack(name: str) -> bool:
+    """Return whether a weight has this name that stores a matrix of all experts of a layer."""
+    return name.endswith((".experts.gate_up_proj.weight", ".experts.down_proj.weight"))
+
+
 def mlp_of(config: DecoderConfig, place: Place, bias: bool = False) -> GatedMlp | Mixture:
     """Return the mixture of experts of the layer at `place`, or its MLP if it has none."""
     assert place.layer is not None

@@ -115,6 +115,12 @@ class Capacity:
         "GiB of the host's memory, of all ranks together, for blocks that were pushed out of a GPU's KV cache",
         minimum=0,
     )
+    experts_on_host: float = setting(
+        0.0,
+        "EXPERTS_ON_HOST",
+        "GiB of a GPU model's experts, of all ranks together, that stay in the host's memory (docs/gpu.md)",
+        minimum=0,
+    )
     cpu_threads: int = setting(
         0,
         "CPU_THREADS",

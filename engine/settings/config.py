@@ -161,3 +161,8 @@ class Config(
         """Return the number of KV cache blocks of an engine that SWAP_SPACE holds, if each takes `block_bytes` on every
         rank."""
         return int(self.swap_space * 2**30) // (block_bytes * self.mp_num * self.data_parallel_size)
+
+    @property
+    def host_expert_bytes(self) -> int:
+        """Return the bytes of the experts of one rank that EXPERTS_ON_HOST leaves in the host's memory."""
+        return int(self.experts_on_host * 2**30) // (self.mp_num * self.data_parallel_size)

@@ -70,8 +70,8 @@ def products_are_chains_of_sums(monkeypatch):
 
     def dot(self, a, b, sums, *_):
         x, y, total = numbers(a), numbers(b), sums.data.copy()
-        for k in range(x.shape[1]):
-            total += x[:, k, None] * y[None, k]
+        for k in range(x.shape[-1]):
+            total += x[..., k, None] * y[..., None, k, :]
         return interpreter.TensorHandle(total, sums.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

@@ -24,6 +24,7 @@ from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.compilation import KernelCompiler, warn_of_late_compilation
 from engine.executors.cuda.expert_counter import DeviceCounter
 from engine.executors.cuda.host_cache import HostCache
+from engine.executors.cuda.host_experts import HostExperts
 from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, CudaProgram, Inputs, Outputs
 from engine.executors.cuda.prompt_outputs import StepPromptOutputs
@@ -40,6 +41,7 @@ from engine.executors.spans import SlotSpans
 from engine.exporting.manifest import DECODER, Manifest, rank_dir
 from engine.models.layers import SPAN_EMBEDDINGS
 from engine.models.vision import VISION_GRAPH
+from engine.models.weights import experts_of_rank
 from engine.ops import cuda
 from engine.ops.cpu.group import Membership
 from engine.ops.cuda import group, invariant, prefill_attention
@@ -99,7 +101,8 @@ class CudaExecutor:
         self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch of sampled tokens
         self._is_invariant = config.batch_invariant
         ops = invariant if self._is_invariant else cuda
-        self._program = load_program(self._files(DECODER), self._device, ops)
+        self._host_experts = HostExperts(num_bytes, self._device) if (num_bytes := config.host_expert_bytes) else None
+        self._program = load_program(self._files(DECODER), self._device, ops, host_experts=self._host_experts)
         self._check_type()
         self._caches = Caches(model.graph().caches, self._device)
         self._host_cache = HostCache(self._caches, config, self._device) if config.swap_space else None
@@ -221,6 +224,8 @@ class CudaExecutor:
 
     def launch(self, batch: Batch) -> CudaStep:
         self._slots.place(batch)
+        if self._host_experts:
+            self._host_experts.begin_step()
         if self._host_cache and batch.swaps:
             self._host_cache.move(batch.swaps, batch.copies)
         else:
@@ -242,7 +247,9 @@ class CudaExecutor:
             self.vision.close()
         self._graphs.clear()
         self._caches.clear()
-        del self._program, self._adapted, self._adapters, self._host_cache, self.vision
+        if self._host_experts:
+            self._host_experts.close()
+        del self._program, self._adapted, self._adapters, self._host_cache, self._host_experts, self.vision
         if self._membership.num_ranks > 1:  # otherwise the group belongs to another model in this process
             group.leave()
         if self._device.type == "cuda":
@@ -262,13 +269,17 @@ class CudaExecutor:
         return list(range(prefill_attention.SHORTEST, self._max_tokens + 1, prefill_attention.STEP))
 
     def _count_experts(self, num_ranks: int) -> ExpertUsage | None:
-        """Let steps count the choices of experts, on the first rank. `num_ranks`: that have different experts."""
-        routed = routed_layers(self._program.graph)
-        if self._membership.rank or not routed:
+        """Let steps count the choices of experts, on the first rank, and on others for their experts on the host.
+        `num_ranks`: that have different experts."""
+        routed, rank = routed_layers(self._program.graph), self._membership.rank
+        if not routed or (rank and not self._host_experts):
             return None
         counter = DeviceCounter(len(routed), routed[0].num_experts, self._device)
         for program in {self._program, self._adapted}:
             program.count_in(counter.counts)
+        if self._host_experts:
+            first = experts_of_rank(routed[0].num_experts, rank % num_ranks, num_ranks).start
+            self._host_experts.counts = counter.counts[:, first:]
         return ExpertUsage(routed, counter, num_ranks, self._membership.expert_orders)
 
     def _check_type(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor
 from engine import graph as graphs
 from engine.errors import ConfigError
 from engine.executors.cuda import weights
+from engine.executors.cuda.host_experts import HostExperts
 from engine.executors.cuda.program import CudaProgram, check_ops
 from engine.executors.expert_placement import Orders, placed
 from engine.exporting.manifest import GraphManifest
@@ -33,9 +35,14 @@ class RankFiles(NamedTuple):
 
 
 def load_program(
-    files: RankFiles, device: torch.device, ops: ModuleType, shared: Mapping[str, Tensor] = NONE
+    files: RankFiles,
+    device: torch.device,
+    ops: ModuleType,
+    shared: Mapping[str, Tensor] = NONE,
+    host_experts: HostExperts | None = None,
 ) -> CudaProgram:
     """Load a graph of one rank. Parameters of another graph that are `shared` are taken from there.
+    `host_experts` leaves experts on the host.
 
     `ops` is engine.ops.cuda or a module like it. Raises ConfigError if the weights are too large for the device, and
     GraphError for an op that it does not have.
@@ -49,14 +56,15 @@ def load_program(
     try:
         if names.parameters:
             read = placed(graph, graphs.read_params(directory / names.parameters, graph), orders, directory.parent)
-            params = weights.load(own, read, device)
+            load = partial(weights.load, params=read, device=device)
         else:
-            params = weights.draw(own, constants_of(directory.parent), device)
+            load = partial(weights.draw, constants=constants_of(directory.parent), device=device)
+        params = host_experts.load(own, load) if host_experts else load(own)
     except torch.cuda.OutOfMemoryError:
         free, total = (number / 2**30 for number in torch.cuda.mem_get_info(device))
         raise ConfigError(
             f"the weights need {size / 2**30:.1f} GiB, the GPU has {total:.1f} GiB and none left after"
             f" {total - free:.1f} GiB"
         ) from None
-    log.info("%.1f GB of weights on the device in %.1f s", size / 1e9, time.monotonic() - started)
+    log.info("%.1f GB of weights loaded in %.1f s", size / 1e9, time.monotonic() - started)
     return CudaProgram(graph, params | {name: shared[name] for name in graph.parameters if name in shared}, ops)

@@ -29,6 +29,7 @@ from engine.executors.cuda.sampling import CAPTURED
 from engine.executors.cuda.transfer import IN_FLIGHT
 from engine.executors.spans import SlotSpans
 from engine.models.layers import SPAN_EMBEDDINGS
+from engine.ops.cuda.offloaded_experts import IN_PLACE
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.sampler import CUTS, Cuts, sample
 from engine.ops.cuda.step_buffers import StepBuffers
@@ -105,6 +106,11 @@ class StepGraphs:
         self._prompts = prompt_shapes(config.batch_size, config.max_step_tokens) if is_used else []
         may_draft = is_used and config.speculate_method != "none"
         self._verifying = verifying_shapes(config, self._decodes) if may_draft else []
+        if config.experts_on_host:  # longer steps wait for copies by another stream
+            self._decodes, self._prompts, self._verifying = (
+                [shape for shape in shapes if shape.num_tokens <= IN_PLACE]
+                for shapes in (self._decodes, self._prompts, self._verifying)
+            )
         self._captured: dict[Kind, Captured] = {}
         self._tables: Tensor | None = None  # kept here, because the captured graphs do not keep their inputs alive
         self._buffers: StepBuffers  # of the captured graphs

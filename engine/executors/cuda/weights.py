@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
@@ -39,12 +40,14 @@ def load(graph: Graph, params: Mapping[str, np.ndarray | Gathered], device: torc
 
 
 def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Draw random matrices or codes and set norms to one, biases to zero. `constants` keep their values."""
-    generator = torch.Generator(device).manual_seed(0)
+    """Draw random matrices or codes and set norms to one, biases to zero. `constants` keep their values. What is drawn
+    for a parameter depends on its name only."""
+    generator = torch.Generator(device)
     of_fp8 = [value for node in graph.nodes if node.op.endswith("_fp8") for value in node.inputs if value]
     floats = {value.id for value in of_fp8 if value.dtype == "uint8"}
     tensors = {}
     for name, value in graph.parameters.items():
+        generator.manual_seed(zlib.crc32(name.encode()))
         if name in constants:
             tensors[name] = torch.from_numpy(constants[name]).to(device)
         elif name.endswith("_scale"):
@@ -66,9 +69,9 @@ def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device
     return _as_the_ops_want_them(graph, tensors)
 
 
-def without(graph: Graph, shared: Mapping[str, Tensor]) -> Graph:
-    """Return the graph with only those parameters that are not shared, and the nodes that read one of these."""
-    parameters = {name: value for name, value in graph.parameters.items() if name not in shared}
+def without(graph: Graph, names: Container[str]) -> Graph:
+    """Return the graph with only those parameters that are not among `names`, and the nodes that read one of these."""
+    parameters = {name: value for name, value in graph.parameters.items() if name not in names}
     own = {value.id for value in parameters.values()}
     nodes = tuple(node for node in graph.nodes if any(value and value.id in own for value in node.inputs))
     return replace(graph, parameters=parameters, nodes=nodes)

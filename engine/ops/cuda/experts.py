@@ -51,33 +51,39 @@ class ExpertWeights(NamedTuple):
     """The matrices of all experts, as the kernels read them."""
 
     kind: int  # DENSE, FP8, INT4 or INT8
-    weight: Tensor  # [E * N, K], or packed words
+    weight: Tensor  # [E * N, K], or packed words; of offloaded experts, the rows that are on the device
     scale: Tensor | None
     zero: Tensor | None
     bias: Tensor | None
+    num_rows: int  # E * N
+    table: Tensor  # of offloaded experts, see offloaded_experts.py; otherwise it is not read
+    unit: int  # of the table
 
     @classmethod
-    def of(cls, kind: int, arrays: tuple[Tensor | None, ...]) -> ExpertWeights:
+    def of(cls, kind: int, arrays: tuple[Tensor | None, ...], topk_ids: Tensor) -> ExpertWeights:
         """Take the arrays in the order of the catalogue. A device without 8-bit floats has bf16 in their place."""
         weight, *others, bias = (*arrays, None) if len(arrays) == (1, 2, 3, 2)[kind] else arrays
         assert weight is not None
+        offloaded = getattr(weight, "offloaded", None)
+        place = (offloaded.num_rows, offloaded.table_for(topk_ids), offloaded.unit) if offloaded else None
+        place = place or (len(weight), weight, 0)
         if kind == FP8 and weight.dim() == 2:
-            return cls(DENSE, weight, None, None, bias)
+            return cls(DENSE, weight, None, None, bias, *place)
         scale, zero, *_ = (*others, None, None)
-        return cls(kind, weight, scale, zero, bias)
+        return cls(kind, weight, scale, zero, bias, *place)
 
 
 def gate_up(
     kind: int, x: Tensor, topk_ids: Tensor, *arrays: Tensor | None, num_experts: int, is_invariant: bool, **act: Any
 ) -> Tensor:
     """Return the activations [T, top_k * F] of the experts of each row of x [T, K]."""
-    stored, (num_rows, top_k) = ExpertWeights.of(kind, arrays), topk_ids.shape
-    width = len(stored.weight) // num_experts // 2
+    stored, (num_rows, top_k) = ExpertWeights.of(kind, arrays, topk_ids), topk_ids.shape
+    width = stored.num_rows // num_experts // 2
     out = x.new_empty(num_rows, top_k * width)
     if num_rows > FEW or is_invariant:
         _grouped(x, topk_ids, stored, out.view(-1, width), num_experts, **act)
     elif stored.kind == DENSE:
-        experts_few.gate_up(x, topk_ids, stored.weight, stored.bias, out, num_experts, **act)
+        experts_few.gate_up(x, topk_ids, stored, out, num_experts, **act)
     else:
         experts_few_packed.gate_up(x, topk_ids, stored, out, **act)
     return out
@@ -93,12 +99,12 @@ def down(
     is_invariant: bool,
 ) -> Tensor:
     """Return the weighted sums [T, N] of the products of h [T, top_k * K] by the experts of each row."""
-    stored, (num_rows, top_k) = ExpertWeights.of(kind, arrays), topk_ids.shape
-    columns = len(stored.weight) // num_experts
+    stored, (num_rows, top_k) = ExpertWeights.of(kind, arrays, topk_ids), topk_ids.shape
+    columns = stored.num_rows // num_experts
     out = h.new_empty(num_rows, columns)
     if num_rows <= FEW and not is_invariant:
         if stored.kind == DENSE:
-            experts_few.down(h, topk_ids, topk_weights, stored.weight, stored.bias, out, num_experts)
+            experts_few.down(h, topk_ids, topk_weights, stored, out, num_experts)
         else:
             experts_few_packed.down(h, topk_ids, topk_weights, stored, out)
     elif num_rows:
@@ -144,7 +150,7 @@ def launch(
     """Launch the kernel with a tile. `act`: num_experts is not among them, the attributes of the activation are."""
     num_slots, is_gated = topk_ids.numel(), weights is None
     columns = out.shape[1]
-    num_experts = len(stored.weight) // (columns * (1 + is_gated))
+    num_experts = stored.num_rows // (columns * (1 + is_gated))
     order = order_of(topk_ids, num_experts)
     num_blocks = num_slots // tile.slots + min(num_slots, num_experts)
     across = triton.cdiv(columns, tile.columns // (1 + is_gated))
@@ -155,12 +161,12 @@ def launch(
     activation = (act["activation"], act["limit"] > 0) if is_gated else (0, False)
     numbers = (act["limit"], act["alpha"], act["offset"]) if is_gated else (0.0, 0.0, 0.0)
     grouped[(num_blocks * across,)](
-        x, order.slots, order.starts, stored.weight, scale, scale if stored.zero is None else stored.zero,
+        x, order.slots, order.starts, stored.weight, stored.table, scale, scale if stored.zero is None else stored.zero,
         scale if stored.bias is None else stored.bias, x if weights is None else weights, out, *numbers,
         num_blocks, columns, x.shape[1], stored.weight.shape[1], num_experts, triton.next_power_of_2(num_experts + 1),
         topk_ids.shape[1] if is_gated else 1, stored.kind, is_blocked, stored.zero is not None,
         stored.bias is not None, is_gated, *activation, x.shape[1] % depth == 0, tile.slots, tile.columns,
-        depth, words, TOGETHER, num_warps=tile.warps, num_stages=tile.stages, **PDL,
+        depth, words, TOGETHER, stored.unit, num_warps=tile.warps, num_stages=tile.stages, **PDL,
     )  # fmt: skip
 
 

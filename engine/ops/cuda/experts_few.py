@@ -3,44 +3,39 @@ nothing if another rank has the expert."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.experts_kernels import activated, is_here
+from engine.ops.cuda.experts_kernels import activated, distance, is_here
 from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.routing import num_experts_of
+
+if TYPE_CHECKING:
+    from engine.ops.cuda.experts import ExpertWeights
 
 GATE_UP_ROWS, DOWN_ROWS = 8, 16  # rows of weights of a program
 GATE_UP_DEPTH, DOWN_DEPTH = 1024, 256  # inputs at a time: of the weights, a thread has 64 or 32
 
 
-def gate_up(
-    x: Tensor, topk_ids: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, num_experts: int, **act: Any
-) -> None:
+def gate_up(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, num_experts: int, **act: Any) -> None:
     """Store the activations [T, top_k * F] of the experts of each row of x in `out`."""
     (num_rows, top_k), width = topk_ids.shape, x.shape[1]
     columns = out.shape[1] // top_k
     if num_rows:
         grid = num_rows * top_k, triton.cdiv(columns, GATE_UP_ROWS // 2)
         _gate_up[grid](
-            x, topk_ids, weight, weight if bias is None else bias, out, act["limit"], act["alpha"], act["offset"],
-            columns, width, top_k, num_experts, num_experts == num_experts_of(topk_ids), bias is not None,
+            x, topk_ids, *_arrays(stored), out, act["limit"], act["alpha"], act["offset"],
+            columns, width, top_k, num_experts, num_experts == num_experts_of(topk_ids), stored.bias is not None,
             act["activation"], act["limit"] > 0, GATE_UP_ROWS, min(GATE_UP_DEPTH, triton.next_power_of_2(width)),
-            num_warps=4, **PDL,
+            stored.unit, num_warps=4, **PDL,
         )  # fmt: skip
 
 
 def down(
-    h: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    num_experts: int,
+    h: Tensor, topk_ids: Tensor, topk_weights: Tensor, stored: ExpertWeights, out: Tensor, num_experts: int
 ) -> None:
     """Store the weighted sums [T, N] of the products of h [T, top_k * K] in `out`."""
     (num_rows, top_k), columns = topk_ids.shape, out.shape[1]
@@ -48,17 +43,23 @@ def down(
     rows = max(1, DOWN_ROWS // slots)
     if num_rows:
         _down[(num_rows, triton.cdiv(columns, rows))](
-            h, topk_ids, topk_weights, weight, weight if bias is None else bias, out, columns, width, top_k,
-            num_experts, num_experts == num_experts_of(topk_ids), bias is not None, slots, rows,
-            min(DOWN_DEPTH, triton.next_power_of_2(width)), num_warps=4, **PDL,
+            h, topk_ids, topk_weights, *_arrays(stored), out, columns, width, top_k, num_experts,
+            num_experts == num_experts_of(topk_ids), stored.bias is not None, slots, rows,
+            min(DOWN_DEPTH, triton.next_power_of_2(width)), stored.unit, num_warps=4, **PDL,
         )  # fmt: skip
+
+
+def _arrays(stored: ExpertWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """Return matrices, table and biases. Those that are missing are not read."""
+    weight, bias = stored.weight, stored.bias
+    return weight, stored.table, weight if bias is None else bias
 
 
 @kernel
 def _gate_up(
-    x, topk_ids, weight, bias, out, limit, alpha, offset, columns, width, top_k, num_experts,
+    x, topk_ids, weight, table, bias, out, limit, alpha, offset, columns, width, top_k, num_experts,
     HAS_ALL: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Compute half as many outputs of one slot as ROWS."""
     begin_next()
@@ -70,7 +71,8 @@ def _gate_up(
     expert = tl.load(topk_ids + slot)
     if HAS_ALL | is_here(expert, num_experts):
         row = expert.to(tl.int64) * columns * 2 + n
-        at, at_x = weight + row[:, None] * width + k[None, :], x + (slot // top_k).to(tl.int64) * width + k
+        matrix = weight + distance(table, expert, num_experts, UNIT)
+        at, at_x = matrix + row[:, None] * width + k[None, :], x + (slot // top_k).to(tl.int64) * width + k
         ahead = tl.load(at, mask=(k < width)[None, :], other=0)
         sums = tl.zeros([ROWS, DEPTH], tl.float32)
         for start in range(0, width, DEPTH):
@@ -89,8 +91,9 @@ def _gate_up(
 
 @kernel
 def _down(
-    h, topk_ids, topk_weights, weight, bias, out, columns, width, top_k, num_experts,
+    h, topk_ids, topk_weights, weight, table, bias, out, columns, width, top_k, num_experts,
     HAS_ALL: tl.constexpr, HAS_BIAS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS outputs of one token. SLOTS is the number of its slots, rounded up to a power of two."""
     begin_next()
@@ -102,7 +105,8 @@ def _down(
     expert = tl.load(topk_ids + slot)
     is_slot = (j < top_k) & (HAS_ALL | is_here(expert, num_experts))
     row = expert.to(tl.int64) * columns + n
-    at, at_h = weight + row[:, None] * width + k[None, :], h + slot[:, None] * width + k[None, :]
+    first_number = row * width + distance(table, expert, num_experts, UNIT)
+    at, at_h = weight + first_number[:, None] + k[None, :], h + slot[:, None] * width + k[None, :]
     ahead = tl.load(at, mask=is_slot[:, None] & (k < width)[None, :], other=0)
     sums = tl.zeros([SLOTS * ROWS, DEPTH], tl.float32)
     for start in range(0, width, DEPTH):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.experts_kernels import FP8, IS_FP8, IS_INT4, IS_INT8, activated, is_here
+from engine.ops.cuda.experts_kernels import FP8, IS_FP8, IS_INT4, IS_INT8, activated, distance, is_here
 from engine.ops.cuda.fp8_kernels import widened
 from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import bytes_of, parts_of
@@ -37,7 +37,8 @@ def gate_up(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, **a
         _gate_up[grid](
             x, topk_ids, *_arrays(stored), out, act["limit"], act["alpha"], act["offset"], columns, width,
             *_shape(stored), top_k, *_experts(stored, topk_ids, 2 * columns), *_kind(stored), act["activation"],
-            act["limit"] > 0, ROWS, _blocks(stored, NUM_WORDS), stored.weight.shape[2], num_warps=WARPS, **PDL,
+            act["limit"] > 0, ROWS, _blocks(stored, NUM_WORDS), stored.weight.shape[2], stored.unit,
+            num_warps=WARPS, **PDL,
         )  # fmt: skip
 
 
@@ -46,30 +47,31 @@ def down(h: Tensor, topk_ids: Tensor, topk_weights: Tensor, stored: ExpertWeight
     (num_rows, top_k), columns = topk_ids.shape, out.shape[1]
     width, slots = h.shape[1] // top_k, triton.next_power_of_2(top_k)
     rows = max(1, ROWS // slots)
-    num_words = MORE_WORDS if stored.weight[0].numel() > LONG else NUM_WORDS
+    num_words = MORE_WORDS if stored.weight.shape[1:].numel() > LONG else NUM_WORDS
     if num_rows:
         _down[(num_rows, triton.cdiv(columns, rows))](
             h, topk_ids, topk_weights, *_arrays(stored), out, columns, width, *_shape(stored), top_k,
             *_experts(stored, topk_ids, columns), *_kind(stored), slots, rows, _blocks(stored, num_words),
-            stored.weight.shape[2], num_warps=WARPS, **PDL,
+            stored.weight.shape[2], stored.unit,
+            num_warps=WARPS, **PDL,
         )  # fmt: skip
 
 
 def _arrays(stored: ExpertWeights) -> tuple[Tensor, ...]:
-    """Return words, scales, zero points and biases. Those that are missing are not read."""
+    """Return words, table, scales, zero points and biases. Those that are missing are not read."""
     assert stored.scale is not None
     others = (stored.scale if each is None else each for each in (stored.zero, stored.bias))
-    return stored.weight, stored.scale, *others
+    return stored.weight, stored.table, stored.scale, *others
 
 
 def _shape(stored: ExpertWeights) -> tuple[int, int]:
     """Return the number of blocks of a row, and the number of rows of all experts."""
-    return stored.weight.shape[1], len(stored.weight)
+    return stored.weight.shape[1], stored.num_rows
 
 
 def _experts(stored: ExpertWeights, topk_ids: Tensor, rows_of_each: int) -> tuple[int, bool]:
     """Return the number of experts of this rank, and whether these are all."""
-    num_experts = len(stored.weight) // rows_of_each
+    num_experts = stored.num_rows // rows_of_each
     return num_experts, num_experts == num_experts_of(topk_ids)
 
 
@@ -87,10 +89,10 @@ def _blocks(stored: ExpertWeights, num_words: int) -> int:
 
 @kernel
 def _gate_up(
-    x, topk_ids, words, scale, zero, bias, out, limit, alpha, offset, columns, width, num_blocks, num_rows, top_k,
-    num_experts, HAS_ALL: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr,
+    x, topk_ids, words, table, scale, zero, bias, out, limit, alpha, offset, columns, width, num_blocks, num_rows,
+    top_k, num_experts, HAS_ALL: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+    BLOCKS: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Compute half as many outputs of one slot as ROWS."""
     begin_next()
@@ -104,8 +106,8 @@ def _gate_up(
         row = expert.to(tl.int64) * columns * 2 + n
         at_x = x + (slot // top_k).to(tl.int64) * width + tl.zeros([1, 1, 1], tl.int32)
         y = _products(
-            at_x, words, scale, zero, row, True, width, num_blocks, num_rows, KIND, IS_BLOCKED, HAS_ZERO, ROWS, BLOCKS,
-            WORDS,
+            at_x, words + distance(table, expert, num_experts, UNIT), scale, zero, row, True, width, num_blocks,
+            num_rows, KIND, IS_BLOCKED, HAS_ZERO, ROWS, BLOCKS, WORDS,
         )  # fmt: skip
         if HAS_BIAS:
             y += tl.load(bias + row).to(tl.float32)
@@ -117,9 +119,10 @@ def _gate_up(
 
 @kernel
 def _down(
-    h, topk_ids, topk_weights, words, scale, zero, bias, out, columns, width, num_blocks, num_rows, top_k, num_experts,
-    HAS_ALL: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+    h, topk_ids, topk_weights, words, table, scale, zero, bias, out, columns, width, num_blocks, num_rows, top_k,
+    num_experts, HAS_ALL: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS outputs of one token. SLOTS is the number of its slots, rounded up to a power of two; the slots
     behind the last one repeat it and are left out of the sum."""
@@ -133,8 +136,9 @@ def _down(
     has_expert = HAS_ALL | is_here(expert, num_experts)
     row = tl.where(has_expert, expert, 0).to(tl.int64) * columns + n
     at_h = h + (slot * width)[:, None, None]
+    at_words = words + distance(table, expert, num_experts, UNIT)[:, None, None]
     y = _products(
-        at_h, words, scale, zero, row, has_expert[:, None, None], width, num_blocks, num_rows, KIND, IS_BLOCKED,
+        at_h, at_words, scale, zero, row, has_expert[:, None, None], width, num_blocks, num_rows, KIND, IS_BLOCKED,
         HAS_ZERO, SLOTS * ROWS, BLOCKS, WORDS,
     )  # fmt: skip
     if HAS_BIAS:

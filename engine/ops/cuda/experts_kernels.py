@@ -15,12 +15,12 @@ IS_FP8, IS_INT4, IS_INT8 = tl.constexpr(FP8), tl.constexpr(INT4), tl.constexpr(I
 
 @kernel
 def grouped(
-    x, slots, starts, weight, scale, zero, bias, slot_weights, out, limit, alpha, offset,
+    x, slots, starts, weight, table, scale, zero, bias, slot_weights, out, limit, alpha, offset,
     num_blocks, columns, width, num_words, num_experts,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
     IS_WHOLE: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WORDS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TOGETHER: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Multiply up to SLOTS slots of one expert by COLUMNS rows of its matrix.
 
@@ -44,8 +44,9 @@ def grouped(
         count = columns * (1 + IS_GATED)
         row = expert.to(tl.int64) * count + n
         at_x = x + (slot // TOP_K).to(tl.int64)[:, None] * width
+        matrix = weight + distance(table, expert, num_experts, UNIT)
         sums = _products(
-            at_x, weight, scale, zero, row, width, num_words, count.to(tl.int64) * num_experts,
+            at_x, matrix, scale, zero, row, width, num_words, count.to(tl.int64) * num_experts,
             KIND, IS_BLOCKED, HAS_ZERO, IS_WHOLE, SLOTS, COLUMNS, DEPTH, WORDS,
         )  # fmt: skip
         if (KIND == IS_FP8 and not IS_BLOCKED) or KIND == IS_INT8:
@@ -60,6 +61,16 @@ def grouped(
         own = first_column + tl.arange(0, OWN)
         at = out + slot.to(tl.int64)[None, :] * columns + own[:, None]
         tl.store(at, sums, mask=(m < end)[None, :] & (own < columns)[:, None])
+
+
+@triton.jit
+def distance(table, expert, num_experts, UNIT: tl.constexpr):
+    """Return how far the matrix of an expert is from where it would be in a stack of all experts, in numbers or words.
+    UNIT is 0 if there is such a stack, and otherwise the unit of the table."""
+    if UNIT == 0:
+        return expert.to(tl.int64) * 0
+    else:
+        return tl.load(table + expert, mask=is_here(expert, num_experts), other=0) * UNIT
 
 
 @triton.jit

@@ -176,7 +176,9 @@ ROWS: tuple[OptionRow, ...] = (
     ignored("--enable-reasoning", "--reasoning-parser says so", VLLM, is_flag=True),
     ignored("--enable-prompt-tokens-details", "answers always have them", VLLM, is_flag=True),
     refused("--kv-transfer-config", "prefill and decode run in the same server; leave the option out", VLLM),
-    refused("--cpu-offload-gb", "all weights are in the GPU's memory; --quantization makes them smaller", VLLM),
+    refused(
+        "--cpu-offload-gb", "EXPERTS_ON_HOST leaves experts in the host's memory, other weights are in the GPU's", VLLM
+    ),
     refused("--override-generation-config", "edit generation_config.json of the model", VLLM),
     refused("--rope-scaling", "--hf-overrides changes what config.json says", VLLM),
     refused("--root-path", "a proxy in front of the server may add a path", VLLM),

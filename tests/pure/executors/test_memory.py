@@ -7,7 +7,7 @@ import pytest
 from engine.core.cache_groups import CacheGroup
 from engine.errors import ConfigError
 from engine.executors import ranks
-from engine.executors.memory import BlockSizes, check_swap_space, free_memory_bytes, num_blocks, run_longest_step
+from engine.executors.memory import BlockSizes, check_host_memory, free_memory_bytes, num_blocks, run_longest_step
 from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor
 
@@ -126,17 +126,23 @@ def test_what_does_not_fit_on_a_gpu_names_its_setting(settings, message):
 
 
 @pytest.mark.parametrize(
-    ("device", "swap_space", "message"),
+    ("device", "settings", "message"),
     [
-        ("cpu", 0.5, "SWAP_SPACE is 0.5, but on the CPU the KV cache is in the host's memory itself: BLOCK_BS makes"),
-        ("gpu", 1e6, r"SWAP_SPACE is 1e\+06 GiB, the host has [0-9.]+ GiB free"),
-        ("gpu", 0.01, None),
-        ("cpu", 0, None),
+        (
+            "cpu",
+            {"swap_space": 0.5},
+            "SWAP_SPACE is 0.5, but on the CPU the KV cache is in the host's memory itself: BLOCK_BS makes",
+        ),
+        ("gpu", {"swap_space": 1e6}, r"SWAP_SPACE is 1e\+06 GiB, the host has [0-9.]+ GiB free"),
+        ("gpu", {"swap_space": 0.01, "experts_on_host": 0.01}, None),
+        ("cpu", {}, None),
+        ("cpu", {"experts_on_host": 4}, "EXPERTS_ON_HOST is 4, but on the CPU all weights are in the host's memory"),
+        ("gpu", {"swap_space": 0.01, "experts_on_host": 1e6}, r"EXPERTS_ON_HOST is 1e\+06 GiB, the host has [0-9.]+ G"),
     ],
 )
-def test_swap_space_is_for_gpus_and_no_more_than_the_host_has(device, swap_space, message):
+def test_host_memory_is_for_gpus_and_no_more_than_the_host_has(device, settings, message):
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        check_swap_space(Config(device=device, swap_space=swap_space))
+        check_host_memory(Config(device=device, **settings))
 
 
 def test_the_longest_step_can_be_sent_to_other_ranks():
@@ -149,8 +155,9 @@ def test_the_longest_step_can_be_sent_to_other_ranks():
     run_longest_step(Recorder(16, 4), Config(), 64, 16)
 
 
-def test_swap_space_is_that_of_all_ranks_together():
+def test_host_memory_is_that_of_all_ranks_together():
     assert [Config(swap_space=1.5, mp_num=ranks).num_host_blocks(2**20) for ranks in (1, 2)] == [1536, 768]
+    assert [Config(experts_on_host=1.5, mp_num=ranks).host_expert_bytes // 2**20 for ranks in (1, 2)] == [1536, 768]
 
 
 def test_a_setting_for_gpus_changes_nothing_on_the_cpu():

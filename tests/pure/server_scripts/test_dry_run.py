@@ -107,6 +107,24 @@ def test_the_report_tells_the_cache_of_a_token_and_the_state_of_a_request(checkp
     assert len(caches) == 1 and state.endswith("MiB per request and rank") and " 0.0 " not in state
 
 
+@pytest.mark.parametrize("settings", [{}, {"quant_type": "weight_only_int4"}])
+def test_experts_in_the_host_s_memory_need_only_a_stage_on_the_gpu(settings, checkpoint, exported):
+    config = Config(device="gpu", experts_on_host=1, **settings)
+    found = dry_run_module.model_sizes(config, checkpoint("qwen3_moe"))
+    assert found.experts == dry_run_module.model_sizes(config, exported("qwen3_moe", **settings)).experts
+    total = found.experts.num_bytes
+    config = config.changed(experts_on_host=0.5 * total / GIB)
+    assert found.experts.numbers_on_host(config.host_expert_bytes) == [4, 4]  # of 8 in each of 2 layers
+    num_bytes, lines = dry_run_module._weights(config, found)
+    assert num_bytes == found.weight_bytes - total // 2 + total // 4
+    assert lines[1].startswith("experts ")
+
+
+def test_experts_on_the_host_are_refused_on_cpus(checkpoint):
+    lines, fits = dry_run(Config(device="cpu", experts_on_host=0.01), checkpoint("qwen3_moe"))
+    assert not fits and "EXPERTS_ON_HOST is 0.01, but on the CPU all weights are in the host's memory" in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("free", "settings", "message"),
     [(1000, {}, "the weights alone do not fit"), (GIB, {"block_bs": 1e6}, "BLOCK_BS is 1e.06: .* at most .* fits")],
