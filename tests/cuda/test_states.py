@@ -111,6 +111,20 @@ def test_rejected_positions_leave_no_trace(ops, begin, num_accepted):
     assert np.array_equal(np.concatenate([drafted[: 1 + num_accepted], *rest]), whole[begin:])
 
 
+@pytest.mark.parametrize("end", [70, 140] if IS_INTERPRETED else [70, 76, 77, 128, 130, 139, 140])
+@pytest.mark.parametrize("num_taken_back", [1, MAX_REJECTED] if IS_INTERPRETED else [1, 5, MAX_REJECTED])
+def test_the_last_positions_of_a_long_step_leave_no_trace(ops, end, num_taken_back):
+    """A prompt is computed up to `end`; another one goes on with its state, whose last tokens are other ones."""
+    layer = Layer([200], *SIZES)
+    whole = layer.run(ops, layer.new_state(), {0: (0, 200)})
+    right, state, start = layer.x.copy(), layer.new_state(), end - num_taken_back
+    layer.x[start:end] += 3
+    layer.run(ops, state, {0: (0, end)})
+    layer.x = right
+    rest = [layer.run(ops, state, {0: part}) for part in ((start, start + 3), (start + 3, 200))]
+    assert np.array_equal(np.concatenate(rest), whole[start:])
+
+
 def test_gates_match_reference(ops):
     rng = np.random.default_rng(0)
     x, gate, weight = 3 * floats(rng, 7, 240), 3 * floats(rng, 7, 240), floats(rng, 24)

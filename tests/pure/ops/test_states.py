@@ -71,6 +71,21 @@ def test_rejected_positions_leave_no_trace(isa, begin, num_accepted):
     assert np.array_equal(np.concatenate([drafted[: 1 + num_accepted], rest]), whole[begin:])
 
 
+@pytest.mark.parametrize("end", [70, 76, 77, 128, 130, 139, 140])
+@pytest.mark.parametrize("num_taken_back", [1, 5, MAX_REJECTED])
+def test_the_last_positions_of_a_long_step_leave_no_trace(isa, end, num_taken_back):
+    """A prompt is computed up to `end`; another one goes on with its state, whose last tokens are other ones."""
+    layer, ops = Layer([200]), cpu.load(isa)
+    whole = layer.run(ops, layer.new_state(), {0: (0, 200)})
+    right, state = layer.x.copy(), layer.new_state()
+    layer.x[end - num_taken_back : end] += 3
+    layer.run(ops, state, {0: (0, end)})
+    layer.x = right
+    start = end - num_taken_back
+    rest = [layer.run(ops, state, {0: part}) for part in ((start, start + 3), (start + 3, 200))]
+    assert np.array_equal(np.concatenate(rest), whole[start:])
+
+
 def test_a_copy_of_a_state_continues_it(isa):
     layer, ops = Layer([200]), cpu.load(isa)
     whole = layer.run(ops, layer.new_state(), {0: (0, 200)})
