@@ -63,6 +63,21 @@ GLM_MIXTURE = {  # with an MTP layer
     "num_nextn_predict_layers": 1,
 }
 TINY_MIXTURE = {**TINY, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 32}
+ATTENTION_0_2B = {
+    **QWEN2,
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 32768,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
 LLAMA3 = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -262,6 +277,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 64,
         "tie_word_embeddings": False,
+    },
+    "attention-0.2b": ATTENTION_0_2B,
+    "hybrid-0.2b": ATTENTION_0_2B  # three layers of Gated DeltaNet before each layer of attention
+    | {
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
     },
     "tiny": QWEN2 | TINY,
     "tiny-glm-moe": GLM_MIXTURE | TINY_MIXTURE | {"n_routed_experts": 16, "tie_word_embeddings": False},
