@@ -102,11 +102,16 @@ class PrefixCache:
 
     def longest(self, request: Request) -> tuple[list[bytes], int]:
         """Return the keys of all blocks that the longest possible prefix of `request` needs, and the number of tokens
-        of the longest prefix that can be found."""
+        of the longest prefix that can be found. A state of which only some blocks can be found is discarded, so that
+        they are not mixed with those of another one."""
         size = self._pool.block_size
         end = request.max_cached_tokens if request.finds_tail else request.max_cached_tokens // size * size
-        keys = [key for each in self._all_keys(request, end) for key in each]
-        return keys, self.find(request).num_tokens(size)
+        keys = self._all_keys(request, end)
+        of_states = [key for index in self._states for key in keys[index]]
+        if not all(key in self._pool for key in of_states):
+            for key in of_states:
+                self._pool.discard(key)
+        return [key for each in keys for key in each], self.find(request).num_tokens(size)
 
     def publish(self, request: Request, start: int, end: int) -> None:
         """Make the full blocks `start` to `end` of `request` findable in all groups that have them."""

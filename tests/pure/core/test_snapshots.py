@@ -175,6 +175,21 @@ def test_the_blocks_of_two_states_are_not_mixed(num_host_blocks, num_taken):
     assert sorted(pool.take(0, prefix.keys[0])) == sorted(second)
 
 
+@pytest.mark.parametrize("num_taken", [4, 5])
+def test_a_state_that_is_not_whole_is_pulled_as_a_whole(num_taken):
+    pool = BlockPool(7, BLOCK_SIZE)
+    cache = PrefixCache(pool, [CacheGroup(STATE, num_parts=3)])
+    request = a_chat(system_prompt(), finds_tail=True)
+    request.num_computed, request.block_ids = request.prompt_len - 1, [pool.take(3)]
+    cache.publish_tail(request)
+    pool.give_back(request.block_ids[0])
+    pool.give_back(pool.take(num_taken))  # 4 blocks were free
+    keys, num_found = cache.longest(request)
+    assert [key in pool for key in keys] == [num_taken == 4] * 3
+    assert num_found == (41 if num_taken == 4 else 0)
+    pool.check()
+
+
 def test_prompts_without_messages_keep_states_where_they_branch_off():
     prompts = [fill(50, 100) + fill(90, first) for first in (5000, 6000, 7000)]
     assert found(HYBRID, *(Request("text", each, len(each), SAMPLING) for each in prompts)) == ([0, 0, 48], 48)
