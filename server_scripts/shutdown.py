@@ -38,8 +38,20 @@ def stop_timeout_s(config: Config) -> float:
 
 def shut_down(supervisor: Supervisor) -> None:
     """Let running requests finish within the drain timeout, in the gateways and the model at once, then end all
-    processes.
+    processes. If that fails, kill them.
     """
+    try:
+        _end_in_order(supervisor)
+    except BaseException:
+        kill_late(supervisor, supervisor.children)
+        raise
+    finally:
+        _kill_adopted(supervisor)
+        supervisor.run_dir.clean_up()
+    log.info("stopped")
+
+
+def _end_in_order(supervisor: Supervisor) -> None:
     config, was_ready = supervisor.config, supervisor.state.phase == "ready"
     refuse_at = time.monotonic() + (config.drain_delay_s if was_ready else 0.0)
     deadline = refuse_at + (config.drain_timeout_s + STOP_MARGIN_S if was_ready else STOP_WHILE_STARTING_S)
@@ -60,9 +72,6 @@ def shut_down(supervisor: Supervisor) -> None:
         kill_late(supervisor, front + triton)
     ask_to_end(supervisor, engine, time.monotonic() + ENGINE_STOP_S)
     kill_late(supervisor, engine)
-    _kill_adopted(supervisor)
-    supervisor.run_dir.clean_up()
-    log.info("stopped")
 
 
 def _announce(supervisor: Supervisor, refuse_at: float) -> None:

@@ -62,7 +62,7 @@ class FakeProbe:
             raise RuntimeError(error)
 
     def num_open(self) -> int:
-        return 0
+        return int(self._answers().get("num_open", 0))
 
 
 @dataclass

@@ -41,6 +41,18 @@ def test_nothing_is_left_after_the_end_not_even_orphans(tmp_path):
         assert server.state is None
 
 
+def test_nothing_is_left_after_a_shutdown_that_fails(tmp_path):
+    with fake_server(tmp_path, ALL | {"engine": "with helper"}) as server:
+        server.wait_until_ready()
+        pids = [server.noted_pid("engine"), *(process.pid for process in server.state.processes)]
+        server.answer(**READY, num_open="a bug")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(TIMEOUT_S) == 1
+        assert "ValueError" in server.log
+        assert not any(map(is_alive, pids))
+        assert server.state is None
+
+
 def test_a_crash_takes_what_the_child_has_started_with_it(tmp_path):
     with fake_server(tmp_path, ALL | {"engine": "with helper"}) as server:
         server.wait_until_ready()
