@@ -190,6 +190,8 @@ BATCHES = [
     pytest.param(PagedBatch([5], [30], num_heads=3, num_kv_heads=3, head_dim=80, rotary_dim=32, **SMALL), id="mha"),
     pytest.param(PagedBatch([90], [9], num_heads=80, num_kv_heads=1, head_dim=24, rotary_dim=24, **SMALL), id="mqa"),
     pytest.param(PagedBatch([300], [7], head_dim=128, block_size=256), id="large blocks"),
+    pytest.param(PagedBatch([9, 90], [70, 3], head_dim=256, rotary_dim=64, block_size=64), id="wide heads"),
+    pytest.param(PagedBatch([9], [70], head_dim=256, rotary_dim=64, block_size=64, dtype="int8"), id="wide int8"),
     pytest.param(PagedBatch([0, 3, 16, 40], [1, 1, 1, 1], dtype="int8", **SMALL), id="int8 decode"),
     pytest.param(PagedBatch([5, 90, 0, 9], [3, 1, 9, 40], head_dim=10, rotary_dim=4, dtype="int8", **SMALL), id="int8"),
     pytest.param(PagedBatch([0, 3, 66], [19, 1, 28], window=5, **SMALL), id="window"),
@@ -272,7 +274,7 @@ def test_attention_of_a_few_tokens_of_each_request(device, batch):
     assert_close(array(found_cache)[:-1].astype(np.float32), cache.astype(np.float32))
 
 
-@pytest.mark.parametrize("batch", [BATCHES[1].values[0], BATCHES[2].values[0], BATCHES[3].values[0]])
+@pytest.mark.parametrize("batch", [each for each in BATCHES if each.id in ("decode", "mixed", "split", "wide heads")])
 def test_bf16_attention_is_as_good_as_bf16_is(device, batch):
     """Against the definition on the same rounded inputs."""
     if device.type != "cuda":

@@ -34,6 +34,11 @@ MOST_ROWS = 64  # of a program where each request has a few tokens
 # Rows, positions, and how a program of so many runs. So many registers that several of them run on an SM.
 PREFILL = 128, MAX_TILE, {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
 INT8_PREFILL = 64, MAX_TILE, {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
+# Sums of wider heads need more registers, and fewer positions fit into shared memory.
+WIDE = 128  # elements of a head
+WIDE_PREFILL = 128, 32, {"num_warps": 8, "num_stages": 2}
+WIDE_FLOAT32_PREFILL = 64, 32, {"num_warps": 8, "num_stages": 2}
+WIDE_INT8_PREFILL = 64, MAX_TILE, {"num_warps": 8, "num_stages": 1}
 PROGRAMS_PER_SM = 4  # of the decode kernel, that run at once
 MAX_SPLITS = 64
 MAX_BLOCKS = 1 << 30
@@ -120,7 +125,7 @@ def _attend_all(
     block_size, head_dim = sizes_of(kv_cache)
     num_tokens, out = len(query), query.new_empty(len(query), num_heads * head_dim)
     group, one_each = num_heads // num_kv_heads, num_tokens == num_requests
-    rows, most, options = _tile_for(group, few, kv_cache.dtype == torch.int8)
+    rows, most, options = _tile_for(group, few, kv_cache.dtype, head_dim > WIDE)
     tokens = 1 if one_each else rows // group
     num_tiles = num_tokens if one_each else num_tokens // tokens + num_requests
     max_blocks = min(block_tables.shape[1], scoring.window // block_size + 2 if scoring.window else MAX_BLOCKS)
@@ -140,11 +145,16 @@ def _attend_all(
     return out
 
 
-def _tile_for(group: int, few: int, is_int8: bool) -> tuple[int, int, dict[str, int]]:
+def _tile_for(group: int, few: int, dtype: torch.dtype, is_wide: bool) -> tuple[int, int, dict[str, int]]:
     """Return rows and positions of a program, and how it runs. A program with `few` tokens of a request has rows for
     all of them, if these are not too many."""
     if not few:
-        rows, most, options = INT8_PREFILL if is_int8 else PREFILL
+        if dtype == torch.int8:
+            rows, most, options = WIDE_INT8_PREFILL if is_wide else INT8_PREFILL
+        elif is_wide:
+            rows, most, options = WIDE_FLOAT32_PREFILL if dtype == torch.float32 else WIDE_PREFILL
+        else:
+            rows, most, options = PREFILL
         return triton.next_power_of_2(max(group, rows)), most, options
     rows = triton.next_power_of_2(max(group, min(group * few, MOST_ROWS), MIN_ROWS))
     return rows, MAX_TILE, DECODE if few == 1 else {**DECODE, "num_warps": max(rows // 16, DECODE["num_warps"])}
