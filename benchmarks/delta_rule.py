@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 
 from benchmarks.gpu import bandwidth
+from benchmarks.gpu_times import microseconds as graph_time
 from engine.ops import cuda
 from engine.ops.catalogue_states import OPEN, delta_lines
 from engine.ops.cuda import invariant
@@ -20,7 +21,6 @@ from engine.ops.cuda import invariant
 K_HEADS, V_HEADS, WIDTH = 16, 32, 128
 CASES = (1, 0, 8192), (8, 0, 1024), (1, 4096, 2048), (64, 1024, 4), (64, 1024, 1), (1, 1024, 1)
 TF32X3 = 495e12 / 3  # operations per second of an H100 or H200
-RUNS = 5
 
 
 class Layer:
@@ -76,19 +76,7 @@ def difference(ops: ModuleType, dtype: torch.dtype) -> float:
 
 def microseconds(ops: ModuleType, num_requests: int, cached: int, new: int) -> float:
     layer = Layer(num_requests, cached, new, layers=2 if new > 4 else 8)
-    layer.run(ops)
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        layer.run(ops)
-    for _ in range(RUNS + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(layer.states))
-    return min(times[1:])
+    return graph_time(lambda: layer.run(ops)) / len(layer.states)
 
 
 def floor(speed: float, num_requests: int, new: int) -> float:

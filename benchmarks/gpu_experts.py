@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu import bandwidth
+from benchmarks.gpu_times import microseconds
 from engine.models.quantize import to_int4
 from engine.ops import cuda
 from engine.ops.cuda import lowbit
 
-RUNS = 7
 LEAST_BYTES = 100e6  # of the matrices of all layers
 BITS = {"dense": 16, "int4": 4.25}
 SILU = {"activation": 0, "limit": 0.0, "alpha": 1.0, "offset": 0.0}
@@ -37,23 +37,6 @@ SHAPES = {
     "gpt-oss-20b": Shape(32, 4, 2880, 2880),
     "mixtral-8x7b": Shape(8, 2, 4096, 14336),
 }
-
-
-def microseconds(run: Callable[[], None]) -> float:
-    """Return the time of `run` in a CUDA graph, the median of several."""
-    run()
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(RUNS + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return sorted(times[1:])[RUNS // 2]
 
 
 def stack(kind: str, rows: int, width: int) -> list[torch.Tensor | None]:

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from benchmarks.gpu import bandwidth
+from benchmarks.gpu_times import microseconds as graph_time
 from engine.dtypes import latent_groups
 from engine.ops import cuda
 from engine.ops.cuda import invariant
@@ -21,7 +22,6 @@ HEADS, LATENT, ROPE, Q_DIM, V_DIM, BLOCK = 16, 512, 64, 192, 128, 64
 INT8_ROW = LATENT + ROPE + 2 * len(latent_groups(LATENT, ROPE))
 CASES = (1, 1024, 1), (8, 1024, 1), (64, 1024, 1), (256, 1024, 1), (32, 8192, 1), (1, 0, 8192), (1, 6144, 2048)
 CHUNKS = (1, 0, 8192), (8, 0, 1024), (16, 0, 512), (1, 6144, 2048), (1, 24576, 8192), (1, 7680, 512), (1, 7936, 256)
-RUNS = 5
 
 
 def microseconds(  # noqa: PLR0913
@@ -61,19 +61,7 @@ def microseconds(  # noqa: PLR0913
             else:
                 ops.latent_attention(*rows, norm, angles, cache, *where, **given)
 
-    run()
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(RUNS + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / layers)
-    return min(times[1:])
+    return graph_time(run) / layers
 
 
 def main() -> None:
