@@ -79,8 +79,9 @@ def gated_delta_rule(  # noqa: PLR0913 - the inputs of the catalogue, in its ord
             *given, products, num_requests, *sizes, spare, min(padded, DEPTH), num_warps=1, num_stages=1, **PDL
         )
         columns = chunks.COLUMNS.value
+        # It does not begin early (PDL): few programs, which run long, would share the SMs that have room first.
         chunks.advance[(num_requests, num_v_heads, triton.cdiv(head_dim, columns))](
-            *given, products, out, *sizes, spare, MAX_REJECTED, STAGES, num_warps=1, num_stages=1, **PDL
+            *given, products, out, *sizes, spare, MAX_REJECTED, STAGES, num_warps=1, num_stages=1
         )
     else:
         columns = padded if num_requests * num_v_heads >= num_sms() else min(padded, COLUMNS)
