@@ -4,7 +4,7 @@
 
 The model is an exported one, or a shape, which is first exported without weights (LOAD_FORMAT=dummy). Decode is
 measured in the steady state: the given number of requests, each with a context of --context tokens, all in every step.
-The limit is the time to read all weights and the cache once at the bandwidth at which this GPU sums numbers; of a
+The limit is the time to read weights, cache and states once at the bandwidth at which this GPU sums numbers; of a
 mixture of experts, the weights of the experts that a step uses, whose number in a layer is shown, beside the share of
 the busiest expert of a layer in all choices; --router-skew makes some experts busier than others. Busy is the share of
 the time in which a kernel runs, by torch's profiler; --kernels shows those that add most time. With several ranks
@@ -58,6 +58,8 @@ class Bench:
         table = next(value for name, value in graph.parameters.items() if "embed_tokens" in name)
         unread = 0 if is_tied else 2 * table.shape[0] * table.shape[1]
         self.weight_bytes = num_bytes(graph) - unread
+        sizes = [node.attributes for node in graph.nodes if node.op == "gated_delta_rule"]
+        self.state_bytes = sum(4 * int(each["num_v_heads"]) * int(each["head_dim"]) ** 2 for each in sizes)
         self.num_experts, names = experts_of(graph)
         self.expert_bytes = num_bytes(replace(graph, parameters={name: graph.parameters[name] for name in names}))
         self.executor, self.config = make_executor(model_dir, config), config
@@ -125,7 +127,7 @@ class Bench:
             loop.drop(name)
         run_to_end(loop)
         not_hit = self.expert_bytes * (1 - hit / self.num_experts) if self.num_experts else 0
-        read = self.weight_bytes - not_hit + num_requests * length * self.token_bytes
+        read = self.weight_bytes - not_hit + num_requests * (length * self.token_bytes + self.state_bytes)
         return {
             "tok_s": num_tokens / seconds,
             "step_ms": 1e3 * seconds / STEPS,

@@ -92,6 +92,26 @@ LLAMA3 = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+QWEN3_5 = {
+    **QWEN2,
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "tie_word_embeddings": False,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": QWEN2
     | {
@@ -164,6 +184,38 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 128,
         "tie_word_embeddings": False,
+    },
+    "qwen3.5-9b": QWEN3_5
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+    },
+    "qwen3.5-27b": QWEN3_5
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+    },
+    "qwen3.5-35b-a3b": QWEN3_5
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
     },
     "mixtral-8x7b": LLAMA3
     | {
