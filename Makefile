@@ -51,7 +51,7 @@ test: COVERAGE = --cov --cov-report=
 test: quick  ## all tests, those that need nothing first, with the coverage of the quick ones
 	$(PRINT_COVERAGE)
 	$(BIN)/python -m pytest tests/pure tests/engines -m "slow or engines" --numprocesses auto --dist worksteal
-	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Some wait for processes, so that half as many again as there are cores are busy. Python keeps what it has compiled:
 # each of them, and each process that they start, would do it again.

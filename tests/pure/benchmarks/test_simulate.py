@@ -59,6 +59,7 @@ def test_a_request_that_arrives_during_a_step_is_in_the_step_after_the_next_one(
     assert sorted(result.ttft_s) == [pytest.approx(1.0), pytest.approx(2.5)]
 
 
+@pytest.mark.slow
 def test_a_simulation_depends_on_its_seeds_only():
     cluster = Cluster(4, TIMES, failures_per_minute=1.0)
     results = [simulate(cluster, arrivals(seed, 10, 30, 32), 5) for seed in (1, 1, 2)]
@@ -66,6 +67,7 @@ def test_a_simulation_depends_on_its_seeds_only():
     assert simulate(cluster, arrivals(1, 10, 30, 32), 6) != results[0]
 
 
+@pytest.mark.slow
 def test_no_request_is_lost_when_replicas_fail_and_their_answers_continue_at_others():
     traffic = list(arrivals(3, 20, 60, 64))
     result = simulate(Cluster(3, TIMES, failures_per_minute=2.0, restart_s=5.0), traffic, 1)
@@ -124,6 +126,7 @@ def test_the_tokens_of_a_prompt_are_those_of_its_messages_and_the_header_of_the_
         assert len(token_ids(messages)) == sum(map(num_tokens_of, messages)) + header
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", (20, 100))
 def test_the_coarse_simulation_agrees_with_that_of_every_step(rate):
     cluster = Cluster(10, TIMES)
@@ -134,6 +137,7 @@ def test_the_coarse_simulation_agrees_with_that_of_every_step(rate):
     assert results[1].hit_rate == pytest.approx(results[0].hit_rate, abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_coarse_simulation_depends_on_its_seeds_and_loses_nothing():
     cluster = Cluster(50, TIMES, failures_per_minute=2.0, restart_s=5.0)
     results = [simulate_coarsely(cluster, arrivals(1, 300, 30, 64), seed) for seed in (1, 1, 2)]
