@@ -14,16 +14,14 @@ from typing import Any
 import tokenizers
 
 from engine.errors import ChatTemplateError, InvalidRequest, TokenizerError
-from engine.models.keys import read_json
 from engine.text.chat_template import ChatTemplate
 from engine.text.detokenizer import Detokenizer, TokenBytes
 from engine.text.sentencepiece import SentencePiece, model_file
+from engine.text.tokenizer_files import added_tokens, chat_templates, eos_ids, read_json, special_tokens
 
 log = logging.getLogger(__name__)
 
 Json = Mapping[str, Any]
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 OTHER_FORMATS = ("vocab.json", "merges.txt", "vocab.txt", "*.tiktoken")
 # For these classes add_bos_token and add_eos_token decide, not the post-processor in tokenizer.json.
 FLAGS_DECIDE = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
@@ -48,7 +46,7 @@ class Tokenizer:
         self._template = ChatTemplate(chat_templates, special_tokens) if chat_templates else None
         eos = special_tokens.get("eos_token")
         own = None if eos is None else backend.token_to_id(eos)
-        self.eos_token_ids = tuple(dict.fromkeys(_ids(own) + _ids(generation_config.get("eos_token_id"))))
+        self.eos_token_ids = tuple(dict.fromkeys(([] if own is None else [own]) + eos_ids(generation_config)))
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -129,20 +127,18 @@ class Tokenizer:
 
 
 def _load(directory: Path) -> Tokenizer:
-    config = _given(_read_json(directory / "tokenizer_config.json"))
+    config = read_json(directory / "tokenizer_config.json")
     path = directory / "tokenizer.json"
     known: dict[str, str] = {}
     if path.is_file():
         backend = _made(path, lambda: tokenizers.Tokenizer.from_file(str(path)))
     else:
         backend, known, config = _from_sentencepiece(directory, config)
-    special_tokens = _special_tokens(known | _given(_read_json(directory / "special_tokens_map.json")) | config)
-    _add_missing_tokens(backend, config, special_tokens)
-    _honour_flags(backend, config, special_tokens)
-    model_config = _read_json(directory / "config.json")
-    generation_config = _read_json(directory / "generation_config.json")
-    ids = model_config | _given(generation_config)
-    return Tokenizer(backend, special_tokens, _chat_templates(directory, config), ids)
+    special = special_tokens(known | read_json(directory / "special_tokens_map.json") | config)
+    _add_missing_tokens(backend, config, special)
+    _honour_flags(backend, config, special)
+    ids = read_json(directory / "config.json") | read_json(directory / "generation_config.json")
+    return Tokenizer(backend, special, chat_templates(directory, config), ids)
 
 
 def _made(path: Path, make: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
@@ -166,7 +162,7 @@ def _from_sentencepiece(directory: Path, config: Json) -> tuple[tokenizers.Token
         )
     model = SentencePiece.read(path)
     backend = _made(path, lambda: model.backend(prefix_every_segment=config.get("legacy", True)))
-    listed = _read_json(directory / "added_tokens.json").items()
+    listed = read_json(directory / "added_tokens.json").items()
     added = {str(token_id): {"content": text, "normalized": False} for text, token_id in listed}
     has_bos = _class_of(config) in ("", *FLAGS_DECIDE)
     flags = {"add_bos_token": has_bos, **config, "tokenizer_class": FLAGS_DECIDE[0]}
@@ -178,51 +174,17 @@ def _class_of(config: Json) -> str:
     return str(config.get("tokenizer_class", "")).removesuffix("Fast")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; empty if the file is missing."""
-    return read_json(path, TokenizerError) if path.is_file() else {}
-
-
-def _given(config: Json) -> dict[str, Any]:
-    """Return the config without null values."""
-    return {key: value for key, value in config.items() if value is not None}
-
-
-def _special_tokens(config: Json) -> dict[str, Any]:
-    """Return the texts of special tokens by name. A token is given by its text, or by an object with `content`."""
-    tokens: dict[str, Any] = {name: _content(config[name]) for name in SPECIAL_TOKENS if name in config}
-    if additional := config.get("additional_special_tokens"):
-        tokens["additional_special_tokens"] = [_content(token) for token in additional]
-    return tokens
-
-
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, Mapping) else str(token)
-
-
-def _chat_templates(directory: Path, config: Json) -> dict[str, str]:
-    """Return the chat templates by name. Separate files take precedence over tokenizer_config.json."""
-    path = directory / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        return {item["name"]: item["template"] for item in source}
-    if isinstance(source, Mapping):
-        return dict(source)
-    return {"default": source} if source else {}
-
-
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Json, special: Json) -> None:
     """Add the tokens of tokenizer_config.json that tokenizer.json lacks or describes differently."""
     present = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
     named = [text for value in special.values() for text in ([value] if isinstance(value, str) else value)]
-    listed = config.get("added_tokens_decoder", {})
-    for token_id, fields in sorted(listed.items(), key=lambda item: int(item[0])):
-        token = tokenizers.AddedToken(**{key: fields[key] for key in ADDED_TOKEN_FIELDS if key in fields})
+    for token_id, fields in added_tokens(config):
+        token = tokenizers.AddedToken(**fields)
         token.special = token.special or token.content in named
         if present.get(token.content) != repr(token):
             _add_token(backend, token)
             present[token.content] = repr(token)
-        if (actual_id := backend.token_to_id(token.content)) != int(token_id):
+        if (actual_id := backend.token_to_id(token.content)) != token_id:
             log.warning("token %r should have the id %s, it has %s", token.content, token_id, actual_id)
     for text in named:
         if text not in present:
@@ -254,8 +216,3 @@ def _honour_flags(backend: tokenizers.Tokenizer, config: Json, special: Json) ->
         backend.post_processor = tokenizers.processors.TemplateProcessing(
             single=parts, pair=parts + pair, special_tokens=known
         )
-
-
-def _ids(value: Any) -> list[int]:
-    """Return a list for one id, a list of ids, or None."""
-    return [value] if isinstance(value, int) else list(value or [])

@@ -243,6 +243,32 @@ def test_a_broken_file_is_named(tmp_path, name):
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        *(("generation_config", "eos_token_id", value) for value in ("2", [2, -7], True, 1.0, [[2]], 2**31, {"2": 2})),
+        *(("tokenizer_config", "added_tokens_decoder", value) for value in ([], {"x": {"content": "a"}})),
+        *(("tokenizer_config", "added_tokens_decoder", {"7": value}) for value in ("a", {}, {"content": 3})),
+        ("tokenizer_config", "added_tokens_decoder", {"7": {"content": "a", "lstrip": "no"}}),
+        *(("tokenizer_config", "additional_special_tokens", value) for value in ("<a>", [3], [{"text": "a"}])),
+        *(("special_tokens_map", "eos_token", value) for value in (3, {"text": "a"})),
+        *(("tokenizer_config", "chat_template", value) for value in (3, [3], [{"name": "default"}], {"default": 3})),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named_with_what_is_expected(tmp_path, file, name, value):
+    directory = a_model_dir(tmp_path, **{file: {name: value}})
+    wrong = value.get("7", value) if isinstance(value, dict) else value
+    wrong = wrong[0] if name == "additional_special_tokens" and isinstance(wrong, list) else wrong
+    with pytest.raises(TokenizerError, match=f"{name} of the tokenizer is {re.escape(repr(wrong))}, it must be a"):
+        Tokenizer.load(directory)
+
+
+def test_a_chat_template_that_is_no_utf_8_is_named(tmp_path):
+    (a_model_dir(tmp_path) / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja is not UTF-8"):
+        Tokenizer.load(tmp_path)
+
+
 def test_eos_ids_are_the_tokenizers_and_the_generation_configs(tmp_path):
     directory = a_model_dir(
         tmp_path,
