@@ -21,7 +21,9 @@ CORS = {
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Add the request id, notes on reduced limits, and CORS headers to a response before it is sent."""
-    context = request[CONTEXT]
+    context = request.get(CONTEXT)
+    if context is None:  # aiohttp refuses an unknown Expect header before the middlewares run
+        return
     context.has_begun = True
     response.headers[HEADER] = context.request_id
     if context.max_tokens is not None:

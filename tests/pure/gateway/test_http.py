@@ -122,6 +122,12 @@ def test_a_body_that_does_not_end_is_refused_and_its_connection_closed(monkeypat
     assert {"error", "error_msg"} & set(answer) == dialects
 
 
+@pytest.mark.parametrize("path", [CHAT, "/nosuch"])
+def test_an_unknown_expectation_is_refused(gateway, path):
+    status, _, text = gateway.send("POST", path, b"{}", {"Expect": "a-miracle"})
+    assert (status, text) == (417, b"Unknown Expect: a-miracle")
+
+
 @pytest.mark.parametrize("encoding", ["chunked", "gzip"])
 def test_a_huge_body_without_an_honest_length_is_refused_too(gateway, encoding):
     body, headers = iter([b" " * 200_000] * 2), {}
