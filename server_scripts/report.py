@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.address import connect_host, in_url
 from engine.log import printable
 from server_scripts import logs
 from server_scripts.child import Child
 from server_scripts.processes import ENGINE, GATEWAY, TRITONSERVER
-from server_scripts.run_dir import ServerState
+from server_scripts.run_dir import ServerState, stop_command
 from server_scripts.supervisor import StartFailed, Supervisor
 
 NEWS_EVERY_S = 10.0  # repeat the current step, because silence looks like a hang
@@ -88,11 +89,12 @@ class StartProgress:
         return logs.tail(child.spec.log_path, num_lines) if child else []
 
 
-def summary(state: ServerState) -> str:
-    """Return a description of the running server and its addresses."""
+def summary(state: ServerState, run_path: Path) -> str:
+    """Return a description of the running server with this run directory, its addresses, and how to stop it."""
     host = in_url(connect_host(state.host))
     lines = [f"{state.model} is {state.phase}, pid {state.supervisor.pid}, since {time.ctime(state.since)}"]
     for name, (what, template) in ADDRESSES.items():
         if name in state.ports:
             lines.append(f"{what:<8} {template.format(scheme=state.scheme, host=host, port=state.ports[name])}")
-    return printable("\n".join([*lines, f"{'logs':<8} {state.log_dir}", f"{'stop':<8} stop_server"]))
+    stop = stop_command(run_path, state.log_dir)
+    return printable("\n".join([*lines, f"{'logs':<8} {state.log_dir}", f"{'stop':<8} {stop}"]))

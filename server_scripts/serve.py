@@ -190,7 +190,8 @@ def run_until_stopped(supervisor: Supervisor, report: Reporter, on_ready: Callab
         supervisor.bring_up(progress)
         is_ready = supervisor.state.phase == "ready"
         if is_ready:
-            report("\n".join(filter(None, [summary(supervisor.state), supervisor.config.machines.why_not_served])))
+            text = summary(supervisor.state, supervisor.run_dir.path)
+            report("\n".join(filter(None, [text, supervisor.config.machines.why_not_served])))
             if on_ready:
                 on_ready()
             watch(supervisor)
@@ -249,5 +250,5 @@ def report_running_server(run_dir: RunDir) -> int:
     state = run_dir.read_state()
     print("start_server: a server is already running" + ("" if state else f", it has locked {run_dir.path}"))
     if state:
-        print("  " + summary(state).replace("\n", "\n  "))
+        print("  " + summary(state, run_dir.path).replace("\n", "\n  "))
     return 1

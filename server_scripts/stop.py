@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shlex
 import signal
 import sys
 import time
@@ -26,7 +25,7 @@ from engine.settings.processes import STOPPING_FILE, default_run_path
 from engine.settings.stopping import Stopping
 from server_scripts.completion import add_completion
 from server_scripts.processes import GATEWAY
-from server_scripts.run_dir import Process, RunDir, ServerState, read_state
+from server_scripts.run_dir import Process, RunDir, ServerState, read_state, stop_command
 
 POLL_S = 0.02
 NEWS_EVERY_S = 5.0
@@ -119,14 +118,12 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
 
 
 def report_no_server(run_path: Path, folder: Path = default_run_path()) -> None:  # noqa: B008 - never changes
-    """Print that no server was running here, and name this user's servers that run with another FD_LOG_DIR."""
+    """Print that no server was running here, and the commands that stop this user's servers with other folders."""
     print("stop_server: no server was running")
     for path in sorted(folder.parent.glob(f"{folder.name}*")):
         if path != run_path and (state := read_state(path)) and state.supervisor.is_alive:
-            has_role = any(f"-{role}-" in path.name for role in ROLES)
-            folder_of_it = f"RUN_DIR={path}" if has_role else f"FD_LOG_DIR={shlex.quote(state.log_dir)}"
-            text = f"stop_server: another one runs (pid {state.supervisor.pid}): {folder_of_it} stop_server"
-            print(printable(text))
+            command = stop_command(path, state.log_dir)
+            print(printable(f"stop_server: another one runs (pid {state.supervisor.pid}): {command}"))
 
 
 def find(run_dir: RunDir) -> tuple[ServerState | None, int | None]:

@@ -5,11 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from engine.errors import ConfigError
-from server_scripts.run_dir import Process, RunDir, ServerState, children_of, read_stat
+from engine.settings.processes import Processes
+from server_scripts.report import summary
+from server_scripts.run_dir import Process, RunDir, ServerState, children_of, read_stat, stop_command
 from tests.patience import wait_until
 
 
@@ -24,6 +27,14 @@ def sleeper():
 def a_state(*processes):
     supervisor = Process("supervisor", 1, 2)
     return ServerState("ready", supervisor, 3.0, "m", "0.0.0.0", {"A": 1}, "/log", 9.0, list(processes))
+
+
+def test_the_command_that_stops_a_server_names_its_folder_unless_it_is_the_default():
+    assert stop_command(Processes().run_path, "/somewhere/log") == "stop_server"
+    run_path = Processes(log_dir="/my logs").run_path
+    assert stop_command(run_path, "/my logs") == "FD_LOG_DIR='/my logs' stop_server"
+    assert stop_command(Path("/run/mine"), "/my logs") == "RUN_DIR=/run/mine stop_server"
+    assert summary(a_state(), Path("/run/mine")).endswith("stop     RUN_DIR=/run/mine stop_server")
 
 
 def test_the_folder_is_made_for_its_user_alone(tmp_path):

@@ -47,12 +47,12 @@ def test_stop_where_no_server_ever_was_makes_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stop_names_the_servers_with_another_log_directory(tmp_path, capsys):
+def test_stop_names_the_servers_with_another_run_directory(tmp_path, capsys):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
-        pid, log_dir = server.state.supervisor.pid, server.state.log_dir
+        pid = server.state.supervisor.pid
         stop_module.report_no_server(tmp_path / "none", folder=tmp_path / "r")
-    expected = f"stop_server: another one runs (pid {pid}): FD_LOG_DIR={log_dir} stop_server"
+    expected = f"stop_server: another one runs (pid {pid}): RUN_DIR={tmp_path / 'run'} stop_server"
     assert capsys.readouterr().out.splitlines() == ["stop_server: no server was running", expected]
 
 
