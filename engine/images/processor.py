@@ -124,13 +124,13 @@ class ImageProcessor:
     def size_of(self, height: int, width: int) -> tuple[int, int]:
         """Return the size to which an image is resized: multiples of `unit` with nearly the same aspect, between
         `min_pixels` and `max_pixels`. Raises ImageError for an image that is too narrow."""
-        unit = self.unit
+        unit, given = self.unit, f"{width} x {height}"
         if self.enlarges_small and height < unit:
             height, width = unit, round(width * unit / height)
         if self.enlarges_small and width < unit:
             height, width = round(height * unit / width), unit
         if max(height, width) > MAX_ASPECT * min(height, width):
-            raise ImageError(f"an image of {width} x {height} pixels is too narrow: at most {MAX_ASPECT}:1 can be read")
+            raise ImageError(f"is too narrow with {given} pixels: at most {MAX_ASPECT}:1 can be read")
         rows, columns = round(height / unit), round(width / unit)
         if rows * columns * unit**2 > self.max_pixels:
             factor = math.sqrt(height * width / self.max_pixels)
