@@ -9,6 +9,8 @@ from pathlib import Path
 
 from engine.address import connect_host, in_url
 from engine.log import printable
+from engine.settings.foreign.table import notes_on_variables
+from engine.settings.unused import likely_misspelt
 from server_scripts import logs
 from server_scripts.child import Child
 from server_scripts.processes import ENGINE, GATEWAY, TRITONSERVER
@@ -87,6 +89,12 @@ class StartProgress:
 
     def _last_lines(self, child: Child | None, num_lines: int) -> list[str]:
         return logs.tail(child.spec.log_path, num_lines) if child else []
+
+
+def report_useless_variables(report: Callable[[str], None]) -> None:
+    """Report environment variables that have no effect: misspelt ones, and those of other servers."""
+    for sentence in [*likely_misspelt(), *notes_on_variables()]:
+        report(f"note: {sentence}")
 
 
 def summary(state: ServerState, run_path: Path) -> str:

@@ -119,6 +119,9 @@ async def run(given: argparse.Namespace, config: Config) -> None:
     """Send all requests of the input that have no answer yet. Raise BatchError."""
     if given.at_once < 1:
         raise BatchError(f"--at-once must be at least 1, it is {given.at_once}", 2)
+    for path in (given.input, given.output):
+        if path.exists() and not path.is_file():
+            raise BatchError(f"{path} must be a regular file, because it is read more than once", 2)
     if given.output.exists() and given.output.samefile(given.input):
         raise BatchError(f"{given.output} is the input, the answers need a file of their own", 2)
     known = _check(given.input)
@@ -224,7 +227,7 @@ def _json(payload: bytes) -> Any:
 
 def _requests(path: Path) -> Iterator[tuple[int, Json]]:
     """Yield the requests with their line numbers. Raise BatchError for a line that is no JSON."""
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
@@ -239,18 +242,12 @@ def _requests(path: Path) -> Iterator[tuple[int, Json]]:
 def _check(path: Path) -> set[str]:
     """Return the custom_ids of all requests. Raise BatchError for the first invalid request."""
     known: dict[str, int] = {}
-    number = 0
-    try:
-        for number, request in _requests(path):
-            if problem := _problem(request):
-                raise BatchError(f"{path}, line {number}: {problem}", 2)
-            if (custom_id := request["custom_id"]) in known:
-                raise BatchError(
-                    f"{path}, line {number}: custom_id {custom_id!r} is that of line {known[custom_id]}", 2
-                )
-            known[custom_id] = number
-    except UnicodeDecodeError as error:
-        raise BatchError(f"{path}, the line after {number} is no UTF-8: {error}", 2) from None
+    for number, request in _requests(path):
+        if problem := _problem(request):
+            raise BatchError(f"{path}, line {number}: {problem}", 2)
+        if (custom_id := request["custom_id"]) in known:
+            raise BatchError(f"{path}, line {number}: custom_id {custom_id!r} is that of line {known[custom_id]}", 2)
+        known[custom_id] = number
     return set(known)
 
 

@@ -15,17 +15,15 @@ from engine.log import configure
 from engine.settings.config import Config
 from engine.settings.device import check_packages
 from engine.settings.disaggregation import SCHEDULER
-from engine.settings.foreign.table import notes_on_variables
 from engine.settings.processes import TRITON_FOLDER
 from engine.settings.tls import server_context
-from engine.settings.unused import likely_misspelt
 from server_scripts import logs, ports, takeover
 from server_scripts.health import HealthMonitor
 from server_scripts.model_source import export_if_needed, fetch_draft_model, find_source, source_of_scheduler
 from server_scripts.probe import Probe
 from server_scripts.processes import all_specs, log_paths
 from server_scripts.reload import change_model, release, take_reload_request
-from server_scripts.report import Reporter, StartProgress, summary
+from server_scripts.report import Reporter, StartProgress, report_useless_variables, summary
 from server_scripts.run_dir import Process, RunDir, ServerState, make_folder
 from server_scripts.scheduler import SchedulerProbe
 from server_scripts.shutdown import shut_down, stop_timeout_s
@@ -146,8 +144,7 @@ def make_supervisor(
 
     Raise SetupError.
     """
-    for sentence in [*likely_misspelt(), *notes_on_variables()]:
-        report(f"note: {sentence}")
+    report_useless_variables(report)
     is_scheduler = config.splitwise_role == SCHEDULER
     if is_scheduler:
         source = source_of_scheduler(config, model_name or config.model_name)

@@ -28,7 +28,7 @@ from server_scripts.child import ROOT, describe_exit
 from server_scripts.model_source import local_folder
 from server_scripts.options import OptionParser
 from server_scripts.processes import log_paths
-from server_scripts.report import Reporter
+from server_scripts.report import Reporter, report_useless_variables
 from server_scripts.scheduler import check_instances
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -103,13 +103,14 @@ def change(model_name: str, report: Reporter) -> int:
     return reload(model_name, report)
 
 
-def report_sizes(model_name: str, report: Reporter) -> int:
+def report_sizes(model_name: str, report: Callable[[str], None]) -> int:
     """Print the memory that the model needs and whether it fits. Return 0 if it does, else 1."""
     from server_scripts.dry_run import dry_run  # imported late, because it imports numpy
 
     config = Config.from_env()
     if model_name and not model_name.startswith("/"):
         raise ConfigError(f"--dry-run needs a folder of this disk with the model's config.json, {model_name} is none")
+    report_useless_variables(report)
     lines, fits = dry_run(config, Path(model_name or config.model_dir))
     print("\n".join(lines))
     return 0 if fits else 1

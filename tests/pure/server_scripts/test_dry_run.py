@@ -13,7 +13,6 @@ from engine.models.keys import ModelError
 from engine.settings.config import Config
 from server_scripts import dry_run as dry_run_module
 from server_scripts.dry_run import dry_run
-from server_scripts.report import Reporter
 from server_scripts.start import report_sizes
 from tests import family_checkpoints
 
@@ -138,7 +137,10 @@ def test_a_model_that_does_not_fit_is_reported(free, settings, message, checkpoi
 
 def test_the_command_prints_the_report_and_refuses_a_model_that_has_to_be_fetched(checkpoint, monkeypatch, capsys):
     monkeypatch.setenv("DEVICE", "cpu")
-    assert report_sizes(str(checkpoint("qwen2")), Reporter()) == 0
+    monkeypatch.setenv("BACH_SIZE", "3")
+    notes: list[str] = []
+    assert report_sizes(str(checkpoint("qwen2")), notes.append) == 0
+    assert notes == ["note: BACH_SIZE is no setting, did you mean BATCH_SIZE?"]
     assert capsys.readouterr().out.startswith("model     qwen2: float32, ranks: 1, device: cpu\nweights ")
     with pytest.raises(ConfigError, match="needs a folder of this disk .*, org/model is none"):
-        report_sizes("org/model", Reporter())
+        report_sizes("org/model", notes.append)

@@ -33,7 +33,11 @@ class Files:
         self.input, self.output = folder / "in.jsonl", folder / "out.jsonl"
 
     def write(self, *lines):
-        self.input.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines) + "\n\n")
+        self.input.write_bytes(b"\n".join([*map(self._encoded, lines), b"\n"]))
+
+    @staticmethod
+    def _encoded(line):
+        return line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
 
     def answers(self):
         lines = [json.loads(line) for line in self.output.read_text().splitlines()]
@@ -145,6 +149,7 @@ def test_a_client_retries_after_the_time_that_it_got(files, monkeypatch):
     ("line", "says"),
     [
         ("{", "line 2 is no JSON"),
+        (b'{"custom_id": "\xff"}', "line 2 is no JSON: 'utf-8' codec can't decode byte 0xff"),
         ("[" * 100_000, "line 2 is nested too deeply"),
         ([1], "line 2: must be a JSON object, it is list"),
         ({"url": "/v1/completions"}, "line 2: custom_id must be a text, it is None"),
@@ -226,6 +231,13 @@ def test_a_file_that_is_no_output_of_run_batch_stays_as_it_is(files, refused, li
     files.output.write_text(line + end)
     assert "line 1 is no answer of run_batch's" in refused("http://127.0.0.1:1")
     assert files.output.read_text() == line + end
+
+
+@pytest.mark.parametrize("name", ["input", "output"])
+def test_a_file_that_can_be_read_only_once_is_refused(files, refused, name):
+    files.write(a_request("a"))
+    setattr(files, name, "/dev/null")  # as a pipe would be
+    assert "/dev/null must be a regular file" in refused("http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("link", [os.link, os.symlink, None])
