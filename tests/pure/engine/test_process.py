@@ -267,6 +267,7 @@ def test_a_message_larger_than_any_of_ours_is_not_taken():
         assert hear()[0] == messages.TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover  # other tests reach the same lines with fewer bytes
 def test_what_a_client_may_send_is_less_than_the_engine_takes():
     """The request has the longest prompt, most of which are images, nearly complete answers, and as many sampling
@@ -364,6 +365,7 @@ def test_a_signal_ends_the_process_in_order(start, number, variables, tmp_path):
     assert (tmp_path / ENGINE_PROGRESS_FILE).exists()
 
 
+@pytest.mark.slow
 def test_the_usage_of_experts_is_written_at_the_end(exported, tmp_path):
     graph_dir = exported("qwen3_moe", block_size=16)
     environ = {**os.environ, "GRAPH_DIR": str(graph_dir), "RUN_DIR": str(tmp_path), "CPU_THREADS": "1", "BLOCK_BS": "8"}

@@ -40,7 +40,7 @@ def graph_dir(tmp_path_factory):
     return exported
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", LAYER_IDS)
 def test_drafts_behind_a_prompt_are_those_of_the_reference(family, num_ranks, graph_dir):
     exported = graph_dir(family, num_ranks=num_ranks)
@@ -49,7 +49,12 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(family, num_ranks, gr
 
 @pytest.mark.parametrize(
     "case",
-    [("qwen3", True, 1, 400), ("qwen3", True, 1, 14), ("llama", False, 1, 400), ("qwen3", True, 2, 14)],
+    [
+        ("qwen3", True, 1, 400),
+        ("qwen3", True, 1, 14),
+        ("llama", False, 1, 400),
+        pytest.param(("qwen3", True, 2, 14), marks=pytest.mark.slow),
+    ],
     ids=["right", "tiny pool", "wrong", "ranks, tiny pool"],
 )
 def test_answers_with_a_head_are_those_without(case, graph_dir):

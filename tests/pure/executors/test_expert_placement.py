@@ -48,8 +48,10 @@ def test_loads_of_a_skewed_router_are_nearly_equal(num_ranks):
     ("family", "options"),
     [
         ("gpt_oss", {}),  # biases, and six experts
-        ("qwen3_moe", {"dtype": "bfloat16", "quant_type": "weight_only_int4"}),
-        ("qwen3_moe", {"dtype": "bfloat16", "quant_type": "weight_only_fp8"}),
+        *(
+            pytest.param("qwen3_moe", {"dtype": "bfloat16", "quant_type": quant_type}, marks=pytest.mark.slow)
+            for quant_type in ("weight_only_int4", "weight_only_fp8")
+        ),
     ],
 )
 def test_ranks_read_the_experts_of_their_places_from_the_files_of_all(family, options, exported):

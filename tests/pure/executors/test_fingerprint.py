@@ -49,6 +49,7 @@ def test_the_fingerprint_depends_on_the_model_and_neither_on_threads_nor_on_the_
         assert fingerprint_of(exported("qwen2", block_size=16)) != found
 
 
+@pytest.mark.slow
 def test_two_ranks_add_in_another_order_and_have_another_fingerprint(exported):
     one, two = exported("qwen2", block_size=16), exported("qwen2", block_size=16, num_ranks=2)
     found = fingerprint_of(two, mp_num=2)

@@ -60,7 +60,7 @@ def log_softmax(logits):
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "family", [family if family in LAYOUTS else pytest.param(family, marks=pytest.mark.slow) for family in NAMES]
 )
@@ -106,8 +106,8 @@ def check_drafts(exported: Path, config: Config, golden: Path, draft_ids: np.nda
         ("glm4_moe", True, 1, 400),
         ("glm4_moe", True, 1, 14),
         ("qwen3_5_text", False, 1, 400),
-        ("glm4_moe", True, 2, 14),
-        ("qwen3_5_text", False, 2, 400),
+        pytest.param(("glm4_moe", True, 2, 14), marks=pytest.mark.slow),
+        pytest.param(("qwen3_5_text", False, 2, 400), marks=pytest.mark.slow),
     ],
     ids=["right", "tiny pool", "wrong, with states", "ranks, tiny pool", "ranks, wrong, with states"],
 )

@@ -167,6 +167,7 @@ def test_cancelling_the_task_that_waits_for_an_answer_cancels_the_stream():
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_silent_model_times_out_and_its_stream_is_cancelled():
     async def scenario():
         triton = FakeTriton(A_DELTA, WAIT)

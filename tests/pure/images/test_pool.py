@@ -101,6 +101,7 @@ def test_an_image_that_needs_too_much_memory_is_refused(pool):
     assert pool.prepare(a_file(an_image(30, 30))).num_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_stops_costs_only_its_own_request(make):
     pool, before = make(), set(worker_pids())
     pool.prepare(a_file(an_image(30, 30)))

@@ -171,6 +171,7 @@ def test_requests_of_an_engine_that_is_given_up_go_to_the_other_until_that_one_i
             submit(engines, [6])
 
 
+@pytest.mark.slow
 def test_cancelling_while_an_engine_dies_leaves_nothing_behind():
     rng, addresses = random.Random(1), [a_free_address(), a_free_address()]
     with a_set(*addresses) as engines, an_engine_process(addresses[1], step_s=0.002):

@@ -145,6 +145,7 @@ class PausedClock:
         return time.monotonic() + self.lost_s
 
 
+@pytest.mark.slow
 def test_a_pause_of_the_client_is_no_silence_of_the_engine_but_a_stopped_engine_is_silent(monkeypatch):
     clock = PausedClock()
     monkeypatch.setattr(client_module, "time", clock)
@@ -163,6 +164,7 @@ def test_a_pause_of_the_client_is_no_silence_of_the_engine_but_a_stopped_engine_
         wait_until(lambda: client.silent_s < 1)
 
 
+@pytest.mark.slow
 def test_sixteen_streams_survive_kills_of_the_engine():
     address = a_free_address()
     with a_client(address) as client:
@@ -181,6 +183,7 @@ def test_sixteen_streams_survive_kills_of_the_engine():
             assert is_empty(client)
 
 
+@pytest.mark.slow
 def test_a_request_that_crashes_the_engine_is_found_and_ends_alone(tmp_path):
     address, suspect = a_free_address(), tmp_path / "suspect"
     child = Child(ChildSpec("engine", [], {}, tmp_path, max_crashes=2, suspect_file=suspect))
@@ -206,6 +209,7 @@ def test_a_request_that_crashes_the_engine_is_found_and_ends_alone(tmp_path):
         assert child.num_crashes == 0 and not suspect.exists()
 
 
+@pytest.mark.slow
 def test_no_request_is_blamed_for_engines_that_end_while_they_load_the_model(tmp_path):
     address, suspect = a_free_address(), tmp_path / "suspect"
     with a_client(address, suspect_file=suspect) as client:

@@ -107,6 +107,7 @@ def sum_again_and_again(rank):
         assert (found == i * 40 + 6).all()
 
 
+@pytest.mark.slow
 def test_late_ranks_mix_nothing_up():
     assert run_processes(4, sum_again_and_again) == [None] * 4
     assert run_processes(4, sum_again_and_again, num_hosts=2) == [None] * 4

@@ -101,6 +101,7 @@ def test_stop_ends_what_a_supervisor_that_was_killed_has_left_and_lets_requests_
         assert server.state is None
 
 
+@pytest.mark.slow
 def test_a_second_stop_waits_as_the_first_does_and_lets_requests_end(tmp_path):
     with fake_server(tmp_path, ALL | {"gateway-0": "stubborn"}, drain_timeout_s=600) as server:
         server.wait_until_ready()

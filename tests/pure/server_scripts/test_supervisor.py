@@ -147,6 +147,7 @@ def test_a_tritonserver_that_was_restarted_is_asked_at_once_whether_it_answers(t
         server.wait_until(lambda: server.num_asked > num_asked)
 
 
+@pytest.mark.slow
 def test_a_dead_rank_is_left_to_the_engine_which_ends_and_says_why(tmp_path):
     with fake_server(tmp_path, ALL | {"engine": "with helper"}, mp_num=2) as server:
         server.wait_until_ready()
@@ -156,6 +157,7 @@ def test_a_dead_rank_is_left_to_the_engine_which_ends_and_says_why(tmp_path):
         assert server.notes.count("engine started") == 1
 
 
+@pytest.mark.slow
 def test_a_silent_model_restarts_tritonserver(tmp_path):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
@@ -192,6 +194,7 @@ def test_the_shared_memory_of_a_dead_tritonserver_is_removed(tmp_path):
             assert shm.exists() == is_left
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_in_one_step_for_too_long_is_restarted(tmp_path):
     with fake_server(tmp_path, ALL, check_health_interval_s=1.0) as server:
         server.wait_until_ready()
@@ -225,6 +228,7 @@ def test_a_tritonserver_that_aborts_during_the_start_is_started_twice_more(tmp_p
             server.wait_until_ready()
 
 
+@pytest.mark.slow
 def test_a_start_that_takes_too_long_fails(tmp_path):
     state = {"ready": False, "reason": "the engine is starting", "engine_silent_s": 1e9}
     for limit_s in (1, 4, 16):  # on a busy machine no process may be up after one second

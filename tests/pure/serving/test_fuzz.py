@@ -48,6 +48,7 @@ def check(final):
     assert [word for word in INSIDE if word in json.dumps(final)] == []
 
 
+@pytest.mark.slow
 @examples(80)
 @given(payload=payloads | st.binary())
 def test_any_bytes_may_be_a_request(ask, payload):

@@ -76,6 +76,7 @@ def test_a_request_that_cannot_be_packed_fails_alone(service, address, blamed, f
         assert other.final["tokens_all_ids"] == other.expected
 
 
+@pytest.mark.slow
 def test_a_kill_of_the_engine_is_a_pause_for_sixteen_streams(service, address):
     senders = [ask(service, n, [n + 1] * (n + 1), 60 + n, temperature=n % 2) for n in range(16)]
     with an_engine_process(address, max_steps=40):
@@ -126,6 +127,7 @@ def test_the_beams_of_a_search_end_as_the_answers_of_its_client(service, address
             assert (refused["error_code"], refused["error_field"]) == (400, field)
 
 
+@pytest.mark.slow
 def test_100_clients_that_leave_at_random_moments_leave_nothing_behind(service, address):
     rng = random.Random(0)
     with an_engine_process(address, step_s=0.0005):
@@ -148,6 +150,7 @@ def test_100_clients_that_leave_at_random_moments_leave_nothing_behind(service, 
         assert service.client.stats["num_dropped"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(160, 150, 120)])
 def test_the_scores_of_a_prompt_come_once_whatever_the_engine_does(service, address):
     """Killed in the prompt, killed in the answers: each of these has begun with its scores, and goes on without."""
@@ -254,6 +257,7 @@ def test_a_kill_of_the_engine_is_a_pause_for_several_answers_to_a_prompt(service
     assert service.client.num_restarts == 1
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_in_the_middle_takes_all_its_answers_along(service, address):
     with an_engine_process(address, step_s=0.02):
         stays = ask_several(service, 1, [5, 6, 7], 40, 3)

@@ -335,6 +335,7 @@ def test_a_client_that_leaves_cancels_its_request(service, engine):
     assert service.num_open == 0
 
 
+@pytest.mark.slow
 def test_a_question_that_took_long_does_not_put_off_the_next_one_for_long(service, engine):
     sender = service.ask([1])
     asked = threading.Event()
