@@ -65,7 +65,7 @@ def serve(host: str) -> None:
 
 def pull_s(client: PrefillClient, num_blocks: int) -> float:
     """Pull blocks and return the seconds that it takes."""
-    request = Request("a", [1], 1, Sampling(1))
+    request = Request("a", [1, 1], 2, Sampling(1))
     pull = Pull(request, [index.to_bytes(16, "little") for index in range(num_blocks)], range(num_blocks), (), 0)
     began = time.perf_counter()
     assert client.begin(pull)
