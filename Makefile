@@ -9,6 +9,7 @@ DISTURBED = --mp-num 2 --kill engine rank fork grammar stub tritonserver gateway
 STORM_SECONDS ?= 300
 SOAK_SECONDS ?= 14400
 TRITONSERVER = nvidia-pytriton==0.7.0
+NIXL = nixl-cu13==1.5.1
 
 # A stamp says that a step is done; it is older than what the step depends on when it has to be done again.
 MADE = $(VENV)/.made
@@ -174,6 +175,7 @@ $(RUNTIME): requirements.txt constraints.txt pyproject.toml | $(MADE)
 $(TESTS): requirements-test.txt constraints.txt | $(RUNTIME)
 	@echo "== installing what the tests need"
 	$(PIP) --requirement requirements-test.txt
+	$(PIP) --no-deps $(NIXL)
 	@touch $@
 
 $(KERNELS): $(OP_SOURCES) | $(MADE)

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 
-CLONE_NEWNET = 0x40000000
+CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x20000
 RATE = ("tbf", "rate", "1gbit", "burst", "1mb", "latency", "50ms")
 
 
@@ -28,7 +28,7 @@ class Network:
 
     def enter(self, number: int) -> list[str]:
         """Return the beginning of a command that runs on a machine."""
-        return ["nsenter", f"--net=/run/netns/{self._names[number]}"] if self.has_links else []
+        return ["ip", "netns", "exec", self._names[number]] if self.has_links else []
 
     def set_link(self, number: int, up: bool) -> None:
         """Connect a machine to the others, or cut it off."""
@@ -60,8 +60,12 @@ class Network:
             _ip("-n", name, "link", "set", "wire", "up")
             subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "wire", "root", *RATE], check=True)
         with open(f"/run/netns/{self._bridge}") as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(file.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWNS):
                 raise OSError(ctypes.get_errno(), "the namespace cannot be entered")
+        # NIXL looks there for network interfaces. Other processes keep their mounts, as with `ip netns exec`.
+        for command in (["--make-rslave", "/"], ["-t", "sysfs", "sysfs", "/sys"]):
+            subprocess.run(["mount", *command], check=True, capture_output=True, text=True)
         self.has_links = True
 
     def _remove(self) -> None:

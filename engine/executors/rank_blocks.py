@@ -10,7 +10,9 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 Moves = Sequence[tuple[int, int]]  # block to read and block to write
-# Number of blocks, and for each layer the handle of an allocation and the offset of its cache in it
+STAGED = -1  # in place of a peer: the staging area of `FetchedBlocks`
+# Number of blocks, and for each layer the handle of an allocation and the offset of its cache in it. With NIXL:
+# metadata of the agent and index of the device, and then for each layer an empty text and the address of its cache
 SharedCaches = tuple[int, Sequence[tuple[bytes, int]]]
 
 
@@ -58,12 +60,30 @@ class DeviceBlocks(BlockAccess, Protocol):
         ...
 
 
+class FetchedBlocks(DeviceBlocks, Protocol):
+    """Blocks that other processes read over a network. A read is in the background and ends in slots of a staging area,
+    from which `copy` takes them as from the peer STAGED."""
+
+    def stage(self) -> int:
+        """Allocate the staging area and return its number of slots. Raises OSError."""
+        ...
+
+    def fetch(self, number: int, peer: int, moves: Moves) -> None:
+        """Begin to read blocks of another process to slots here. `number` identifies this read."""
+        ...
+
+    def fetched(self, number: int) -> str | None:
+        """Return None while a read may still write its slots, then once why it has failed, otherwise an empty text."""
+        ...
+
+
 class BlocksOfRanks:
-    """Access to the blocks of all ranks (see `DeviceBlocks`; CPUs only have `BlockAccess`). `first` is the rank of this
-    process."""
+    """Access to the blocks of all ranks (see `FetchedBlocks`; device and KV_TRANSFER decide which of it there is).
+    `first` is the rank of this process."""
 
     def __init__(self, first: BlockAccess, others: Sequence[Connection]):
         self._first, self._others = first, others
+        self._reasons: dict[int, list[str | None]] = {}  # what `fetched` has returned on each rank, by numbers
 
     @property
     def num_steps(self) -> int:
@@ -81,7 +101,8 @@ class BlocksOfRanks:
         return [shared for [shared] in self._call("share", lambda rank: ())]
 
     def digests(self, blocks: Sequence[int]) -> list[bytes]:
-        return list(map(b"".join, zip(*self._call("digests", lambda rank: (blocks,)), strict=True)))
+        results = self._call("digests", lambda rank: (blocks,), self._first.num_steps)
+        return list(map(b"".join, zip(*results, strict=True)))
 
     def open(self, peer: int, shared: Sequence[SharedCaches]) -> None:
         if len(shared) != 1 + len(self._others):
@@ -97,6 +118,21 @@ class BlocksOfRanks:
 
     def copy(self, peer: int, moves: Moves) -> list[bytes]:
         return list(map(b"".join, zip(*self._call("copy", lambda rank: (peer, moves)), strict=True)))
+
+    def stage(self) -> int:
+        return min(self._call("stage", lambda rank: ()))
+
+    def fetch(self, number: int, peer: int, moves: Moves) -> None:
+        self._reasons[number] = [None] * (1 + len(self._others))
+        self._call("fetch", lambda rank: (number, peer, moves))
+
+    def fetched(self, number: int) -> str | None:
+        reasons = self._reasons[number]
+        for rank, found in enumerate(self._call("fetched", lambda rank: (number,))):
+            reasons[rank] = found if reasons[rank] is None else reasons[rank]
+        if None in reasons:
+            return None
+        return next(filter(None, self._reasons.pop(number)), "")
 
     def _call(self, name: str, arguments: Callable[[int], tuple[Any, ...]], num_steps: int = 0) -> list[Any]:
         """Call a method with `arguments(rank)` on every rank and return the results. Raises what a rank has raised."""

@@ -11,7 +11,11 @@ from engine.settings.replicas import addresses_of
 from engine.settings.setting import port, setting
 
 MIXED, PREFILL, DECODE, SCHEDULER = ROLES = ("mixed", "prefill", "decode", "scheduler")
-AUTO, TCP, CUDA_IPC = TRANSFERS = ("auto", "tcp", "cuda_ipc")
+AUTO, TCP, CUDA_IPC, NIXL = TRANSFERS = ("auto", "tcp", "cuda_ipc", "nixl")
+MOONCAKE = (
+    "Mooncake is not supported, because NIXL transfers over the same networks, needs no libraries of the system and"
+    " reports a lost instance sooner; use nixl"
+)
 DEFAULT_HTTP_PORTS = {PREFILL: 9955, DECODE: 9965, SCHEDULER: 9975}
 # Ports of an instance that are not set: its HTTP port plus this. Other instances derive them in the same way.
 PORT_OFFSETS = {
@@ -52,8 +56,9 @@ class Disaggregation:
         AUTO,
         "KV_TRANSFER",
         "how KV blocks are [transferred](machines.md#transfers-between-gpus); auto: from GPU to GPU between"
-        " instances of one host, otherwise over TCP",
+        " instances of one host, otherwise over TCP; nixl: also over InfiniBand and RoCE",
         choices=TRANSFERS,
+        refused={"mooncake": MOONCAKE},
     )
     remote_prefill_min_tokens: int = setting(
         512,
@@ -95,6 +100,10 @@ class Disaggregation:
             value = getattr(self, name.lower(), needed)
             if value != needed:
                 raise ConfigError(f"{name} is {value:g}, it must be {needed:g} with SPLITWISE_ROLE={role}: {why}")
+        if self.kv_transfer == NIXL and getattr(self, "tls_cert_file", None):
+            raise ConfigError(
+                "KV_TRANSFER is nixl, which does not encrypt blocks, and TLS_CERT_FILE is set; set only one"
+            )
 
 
 def fill_in(values: dict[str, Any]) -> None:

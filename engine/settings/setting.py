@@ -25,6 +25,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     other: str = ""  # what else may be chosen ends so
     synonyms: Mapping[str, str] = field(default_factory=dict)  # what others call a choice
+    refused: Mapping[str, str] = field(default_factory=dict)  # why a value that others have is not a choice here
     may_be_empty: bool = False  # elsewhere an empty text is like an unset variable
     internal: bool = False  # set by start_server for the processes it starts; no operator's business
 
@@ -56,6 +57,8 @@ def parse(name: str, text: str, kind: str, setting: Setting) -> Any:
     """
     text = setting.synonyms.get(text, text)
     is_other = bool(setting.other) and text.endswith(setting.other)
+    if text in setting.refused:
+        raise ConfigError(f"{name} is {text!r}: {setting.refused[text]}")
     if setting.choices and text not in setting.choices and not is_other:
         raise ConfigError(f"{name} is {text!r}, it must be one of: {', '.join(setting.choices)}")
     if kind == "str":

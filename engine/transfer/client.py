@@ -10,14 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from engine.address import in_url
 from engine.core.remote_prefill import Pull
-from engine.executors.rank_blocks import DeviceBlocks, SharedCaches
-from engine.settings.disaggregation import CUDA_IPC, TCP
+from engine.executors.rank_blocks import STAGED, DeviceBlocks, FetchedBlocks, SharedCaches
+from engine.settings.disaggregation import CUDA_IPC, NIXL, TCP
 from engine.transfer import messages
 from engine.transfer.layout import BlockLayout
+from engine.transfer.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,10 @@ class PulledBlocks:
     write_block: Callable[[int, bytes | memoryview], None]
     block_bytes: int  # of all ranks
     identity: Mapping[str, str]  # see `ServedBlocks`
-    device: DeviceBlocks | None = None  # that copies blocks from GPUs of this host
+    device: DeviceBlocks | None = None  # that copies blocks from other instances
     needs_device: bool = False  # refuse prefill instances whose blocks `device` cannot copy
     layout: BlockLayout | None = None  # of the blocks here; only if prefill instances may have another number of ranks
+    transfer: str = CUDA_IPC  # how `device` gets blocks; NIXL: it has `FetchedBlocks`
 
 
 class PrefillClient:
@@ -48,6 +50,7 @@ class PrefillClient:
         tls: Callable[[str], ssl.SSLContext | None] = lambda host: None,
     ):
         self.pulled, self.token, self.tls = pulled, token, tls
+        self.staging = Staging(cast(FetchedBlocks, pulled.device)) if pulled.transfer == NIXL else None
         self._has_news = threading.Event()
         self._instance_of: dict[Pull, _Instance] = {}  # of open pulls; used by the engine's thread only
         self._loop = asyncio.new_event_loop()
@@ -111,6 +114,7 @@ class _Instance:
         self._is_shared = False  # its caches are open here
         self._layout: BlockLayout | None = None  # of its blocks
         self._writer: asyncio.StreamWriter | None = None
+        self._fetches: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Stay connected, until cancelled."""
@@ -148,7 +152,12 @@ class _Instance:
         opening = asyncio.open_connection(host, port, ssl=tls, limit=READ_LIMIT)
         reader, self._writer = await messages.within(messages.CONNECT_WITHIN_S, opening)
         pulled = self._client.pulled
-        self._send(messages.HELLO, self._client.token, pulled.identity, messages.host_id() if pulled.device else "")
+        self._send(
+            messages.HELLO,
+            self._client.token,
+            pulled.identity,
+            messages.reach(pulled.transfer) if pulled.device else "",
+        )
         kind, fields, _ = await messages.read(reader, messages.SILENT_S)
         self.refusal = fields[0] if kind == messages.REFUSED else ""
         if kind == messages.WELCOME:
@@ -158,7 +167,9 @@ class _Instance:
         if kind != messages.WELCOME or self.refusal:
             raise messages.TransferRefused(self.refusal or "it is no prefill instance")
         self.is_connected = True
-        log.info("prefill instance %s is connected, KV_TRANSFER=%s", self.name, CUDA_IPC if self._is_shared else TCP)
+        log.info(
+            "prefill instance %s is connected, KV_TRANSFER=%s", self.name, pulled.transfer if self._is_shared else TCP
+        )
         beats = asyncio.create_task(self._beat())
         memory = memoryview(bytearray(self._block_bytes))
         try:
@@ -184,6 +195,8 @@ class _Instance:
     def _open(self, shared: Sequence[SharedCaches]) -> str:
         """Open the caches of the instance. Return why it must be refused, or an empty text."""
         pulled, reason = self._client.pulled, "it is on another host or does not share its caches"
+        if pulled.transfer == NIXL:
+            reason = "the prefill instance has another KV_TRANSFER"
         if pulled.device is None:
             return ""
         if self._layout != pulled.layout:
@@ -196,7 +209,7 @@ class _Instance:
         except (OSError, ValueError) as error:
             reason = f"its caches cannot be opened: {error}"
         if pulled.needs_device:
-            return f"KV_TRANSFER is {CUDA_IPC}, but {reason}"
+            return f"KV_TRANSFER is {pulled.transfer}, but {reason}"
         log.info("prefill instance %s: blocks come over TCP, %s", self.name, reason)
         return ""
 
@@ -212,9 +225,9 @@ class _Instance:
         if number not in self._pulls:  # it has ended here
             return
         if kind == messages.READY:
-            self._send(messages.LOCATE if self._is_shared else messages.PULL, number, *rest)
+            self._request(number, *rest)
         elif kind == messages.LOCATED:
-            self._copy(number, *rest)
+            self._locate(number, *rest)
         elif kind == messages.BLOCK:
             index, digest = rest
             self._write(number, index, digest, content)
@@ -235,16 +248,51 @@ class _Instance:
             pulled.write_block(pull.block_ids[index], own)
         self._arrive(number, [index])
 
-    def _copy(self, number: int, places: Sequence[tuple[int, int, int]]) -> None:
+    def _request(self, number: int, indices: Sequence[int]) -> None:
+        if not self._is_shared:
+            self._send(messages.PULL, number, indices)
+            return
+        staging = self._client.staging
+        size = staging.max_blocks if staging else len(indices)
+        for start in range(0, len(indices), size):
+            self._send(messages.LOCATE, number, indices[start : start + size])
+
+    def _locate(self, number: int, places: Sequence[tuple[int, int, int]]) -> None:
+        if staging := self._client.staging:
+            task = asyncio.create_task(self._fetch(staging, number, places))
+            self._fetches.add(task)
+            task.add_done_callback(self._fetches.discard)
+        elif self._is_shared:
+            self._copy(number, self._index, places)
+        else:
+            raise ValueError("blocks were located, but no caches are shared")
+
+    async def _fetch(self, staging: Staging, number: int, places: Sequence[tuple[int, int, int]]) -> None:
+        """Read blocks into the staging area and copy them from there. If that fails, request them over TCP."""
+        try:
+            async with staging.fetch(self._index, [block for _, block, _ in places]) as slots:
+                if number in self._pulls:
+                    staged = [(index, slot, digest) for (index, _, digest), slot in zip(places, slots, strict=True)]
+                    self._copy(number, STAGED, staged)
+                return
+        except TimeoutError:
+            log.info("prefill instance %s: the staging area is full; blocks come over TCP", self.name)
+        except OSError as error:
+            if self._is_shared and number in self._pulls:  # otherwise it may have been connected again meanwhile
+                log.warning("prefill instance %s: blocks come over TCP from now on: %s", self.name, error)
+                self._close()
+        if number in self._pulls:
+            self._send(messages.PULL, number, [index for index, _, _ in places])
+
+    def _copy(self, number: int, peer: int, places: Sequence[tuple[int, int, int]]) -> None:
         """Copy blocks from the caches of the instance, which may have ended their lease: then they may be overwritten
         meanwhile, which changes their digest."""
         pull, device = self._pulls[number], self._client.pulled.device
-        if device is None or not self._is_shared:
-            raise ValueError("blocks were located, but no caches are shared")
+        assert device is not None
         with pull.lock:
             if not pull.is_open:
                 return
-            digests = device.copy(self._index, [(block, pull.block_ids[index]) for index, block, _ in places])
+            digests = device.copy(peer, [(block, pull.block_ids[index]) for index, block, _ in places])
         for (index, _, expected), digest in zip(places, digests, strict=True):
             if expected != messages.checksum(self._epoch, pull.keys[index], digest):
                 self._refuse_block(pull)
@@ -273,11 +321,15 @@ class _Instance:
         pull.has_ended = True
         self._client.notify()
 
-    def _lose(self) -> None:
-        self.is_connected = False
+    def _close(self) -> None:
+        """Close the caches of the instance."""
         if self._is_shared and self._client.pulled.device:
             self._is_shared = False
             self._client.pulled.device.close(self._index)
+
+    def _lose(self) -> None:
+        self.is_connected = False
+        self._close()
         if self._writer:
             self._writer.transport.abort()
             self._writer = None

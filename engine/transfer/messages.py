@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import msgpack
 
+from engine.settings.disaggregation import NIXL
+
 T = TypeVar("T")
 
-PROTOCOL = 5  # raised with every change of the messages
-HELLO = "hello"  # decode -> prefill: [token, identity, host, or "" if it does not copy between GPUs]
-WELCOME = (
-    "welcome"  # prefill -> decode: [epoch of the process, shared caches of all ranks if it is on the same host, layout]
-)
+PROTOCOL = 6  # raised with every change of the messages
+HELLO = "hello"  # decode -> prefill: [token, identity, `reach` of its KV_TRANSFER, or "" if it only uses TCP]
+# prefill -> decode: [epoch of the process, shared caches of all ranks if it has the same `reach`, layout]
+WELCOME = "welcome"
 REFUSED = "refused"  # prefill -> decode: [reason]
 # decode -> prefill: [job, all token ids but the last, stop token ids, salt, (owner, priority), keys of the blocks]
 COMPUTE = "compute"
@@ -91,6 +92,11 @@ async def within(timeout_s: float, awaitable: Awaitable[T]) -> T:
         return await asyncio.wait_for(awaitable, timeout_s)
     except asyncio.TimeoutError:  # another class before Python 3.11
         raise TimeoutError(f"it was silent for {timeout_s:g} s") from None
+
+
+def reach(transfer: str) -> str:
+    """Return a text that is equal on instances that can share their caches by a transfer other than TCP."""
+    return NIXL if transfer == NIXL else host_id()
 
 
 def host_id() -> str:

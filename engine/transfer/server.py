@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.core.prefill_jobs import PrefillJob, PrefillJobs, prefill_request
 from engine.executors.rank_blocks import SharedCaches
+from engine.settings.disaggregation import CUDA_IPC
 from engine.transfer import messages
 from engine.transfer.layout import BlockLayout
 
@@ -39,6 +40,7 @@ class ServedBlocks:
     digests: Digests | None = None  # of blocks that decode instances copy from GPUs
     shared: Sequence[SharedCaches] = ()  # of each rank, if there are `digests`
     layout: BlockLayout | None = None  # only if decode instances may have another number of ranks
+    transfer: str = CUDA_IPC  # by which blocks are `shared`
 
 
 class PrefillServer:
@@ -75,11 +77,11 @@ class PrefillServer:
         kind, fields, _ = await messages.read(reader, messages.LEASE_S)
         if kind != messages.HELLO or len(fields) < 2 or not isinstance(fields[0], str):
             raise ValueError("the first message is no hello")
-        token, identity, host = (*fields, "")[:3]
+        token, identity, reach = (*fields, "")[:3]
         reason = messages.difference(self.served.identity, identity)
         if not hmac.compare_digest(token.encode(), self.token.encode()):
             reason = "its API keys are others than those of the prefill instance"
-        shared = self.served.shared if host and host == messages.host_id() else ()
+        shared = self.served.shared if reach and reach == messages.reach(self.served.transfer) else ()
         welcome = messages.WELCOME, self.epoch, shared, self.served.layout
         writer.write(messages.pack(*((messages.REFUSED, reason) if reason else welcome)))
         await writer.drain()

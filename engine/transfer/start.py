@@ -18,7 +18,7 @@ from engine.exporting.files import model_hash_of_any_ranks
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 from engine.settings.device import CPU, with_device
-from engine.settings.disaggregation import CUDA_IPC, DECODE, PREFILL, TCP
+from engine.settings.disaggregation import AUTO, CUDA_IPC, DECODE, NIXL, PREFILL, TCP
 from engine.settings.tls import server_context
 from engine.transfer.client import PrefillClient, PulledBlocks
 from engine.transfer.layout import BlockLayout
@@ -49,6 +49,7 @@ def start_transfer(
             model.max_seq_len,
             *shared_by(config, device),
             BlockLayout.of(model),
+            _transfer_of(config),
         )
         address = config.service_host, config.engine_worker_queue_port
         try:
@@ -58,10 +59,16 @@ def start_transfer(
         log.info("prompts of decode instances are computed, port %d", server.port)
     elif role == DECODE:
         check_hosts(config)
-        needs_device = config.kv_transfer == CUDA_IPC
+        transfer, needs_device = _transfer_of(config), config.kv_transfer in (CUDA_IPC, NIXL)
         layout = BlockLayout.of(model)
-        pulled = PulledBlocks(access.write_block, layout.block_bytes, identity(config), device, needs_device, layout)
-        client = PrefillClient(config.prefill_addresses, pulled, config.peer_token, lambda host: tls_of(config, host))
+        ours = device, needs_device, layout, transfer
+        pulled = PulledBlocks(access.write_block, layout.block_bytes, identity(config), *ours)
+        try:
+            client = PrefillClient(
+                config.prefill_addresses, pulled, config.peer_token, lambda host: tls_of(config, host)
+            )
+        except OSError as error:
+            raise ConfigError(f"KV_TRANSFER is {transfer}, but there is no memory to read blocks to: {error}") from None
         refusals = client.refusals(ANSWER_WITHIN_S)
         if refusals and not config.engine_is_back:  # an engine that has served before computes prompts itself
             raise ConfigError("; ".join(refusals))
@@ -69,7 +76,9 @@ def start_transfer(
 
 
 def device_of(config: Config, access: BlockAccess) -> DeviceBlocks | None:
-    """Return the blocks if KV_TRANSFER lets other processes copy them from GPU to GPU. Raises ConfigError."""
+    """Return the blocks if KV_TRANSFER lets other processes copy or read them. Raises ConfigError."""
+    if config.kv_transfer == NIXL:
+        return cast(DeviceBlocks, access)
     if config.device == CPU and config.kv_transfer == CUDA_IPC:
         raise ConfigError(f"KV_TRANSFER is {CUDA_IPC}, which is for DEVICE=gpu; DEVICE is {CPU}")
     return cast(DeviceBlocks, access) if config.device != CPU and config.kv_transfer != TCP else None
@@ -83,10 +92,17 @@ def shared_by(config: Config, device: DeviceBlocks | None) -> tuple[Digests | No
     try:
         return device.digests, device.share()
     except OSError as error:
-        if config.kv_transfer == CUDA_IPC:
-            raise ConfigError(f"KV_TRANSFER is {CUDA_IPC}, but the KV cache cannot be shared: {error}") from None
+        if config.kv_transfer != AUTO:
+            raise ConfigError(
+                f"KV_TRANSFER is {config.kv_transfer}, but the KV cache cannot be shared: {error}"
+            ) from None
         log.info("blocks are sent over TCP, because the KV cache cannot be shared: %s", error)
         return None, ()
+
+
+def _transfer_of(config: Config) -> str:
+    """Return how blocks are transferred if not over TCP."""
+    return NIXL if config.kv_transfer == NIXL else CUDA_IPC
 
 
 def identity(config: Config) -> Mapping[str, str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -17,12 +18,14 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.core import remote_prefill  # noqa: E402
 from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Sampling  # noqa: E402
-from engine.executors import make_host  # noqa: E402
+from engine.executors import make_host, nixl_blocks  # noqa: E402
 from engine.executors.cuda import ipc  # noqa: E402
 from engine.executors.cuda.blocks import CudaBlocks  # noqa: E402
 from engine.executors.cuda.cache import Caches  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.drafting import with_drafts  # noqa: E402
+from engine.executors.nixl_blocks import NixlBlocks  # noqa: E402
+from engine.executors.rank_blocks import STAGED  # noqa: E402
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec  # noqa: E402
 from engine.ops.cuda import block_copy  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
@@ -141,6 +144,28 @@ def test_blocks_are_copied_to_the_last_bit_and_no_others_are_written(device, in_
     assert len(set(digests)) == 3
     with pytest.raises(ValueError, match="not one of the 12"):
         here.copy(5, [(12, 0)])
+    here.close(5)
+
+
+def test_blocks_are_read_with_nixl_to_the_last_bit_and_no_others_are_written(device):
+    if not any(map(importlib.util.find_spec, nixl_blocks.MODULES)):
+        pytest.skip("NIXL is missing: pip install --no-deps nixl-cu13")
+    ours, theirs = (filled(count, device, (2, 3, 16, 20), "float32") for count in (9, 12))
+    before = [layer.clone() for layer in ours.words]
+    wait_for(device)
+    here, there = (NixlBlocks(CudaBlocks(each, device)) for each in (ours, theirs))
+    num_slots = here.stage()
+    here.open(5, there.share())
+    here.fetch(1, 5, [(11, num_slots - 1), (3, 0)])
+    reasons = []
+    wait_until(lambda: reasons.append(here.fetched(1)) or reasons[-1] is not None)
+    assert reasons[-1] == ""
+    assert here.copy(STAGED, [(num_slots - 1, 0), (0, 8)]) == there.digests([11, 3])
+    for layer, old, source in zip(ours.words, before, theirs.words, strict=True):
+        old[0], old[8] = source[11], source[3]
+        assert torch.equal(layer, old)
+    here.fetch(2, 5, [(12, 0)])
+    assert here.fetched(2) == "a block is not one of those that are shared"
     here.close(5)
 
 

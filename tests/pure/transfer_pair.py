@@ -196,7 +196,7 @@ class Pair:
         """Return a pair that copies blocks from memory to memory."""
         loops = [a_loop(graph_dir) for _ in range(2)]
         for each in loops:
-            memory = SharedHostMemory(each.executor)
+            memory = SharedHostMemory(each.executor.blocks())
             each.executor.blocks = lambda memory=memory: memory
         return cls.of_loops(*loops, link, shares=True)
 

@@ -12,6 +12,7 @@ import numpy as np
 from engine import graph
 from engine.core.types import Batch, Copy, StepOutput
 from engine.executors.cpu.adapters import CpuAdapters
+from engine.executors.cpu.blocks import CpuBlocks
 from engine.executors.cpu.draft_graph import CpuDraftGraph
 from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.cpu.vision_encoder import CpuVisionEncoder
@@ -19,6 +20,7 @@ from engine.executors.cpus import num_cpus
 from engine.executors.expert_placement import placed
 from engine.executors.expert_usage import ExpertUsage, HostCounter
 from engine.executors.memory import free_memory_bytes
+from engine.executors.nixl_blocks import with_nixl
 from engine.executors.prompt_outputs import max_prompt_logits
 from engine.executors.rank_blocks import BlockAccess
 from engine.executors.slots import Slots
@@ -50,7 +52,7 @@ class CpuExecutor:
         cpu.load()  # first, because it checks CPU_ISA
         model = Manifest.read(graph_dir)
         membership = membership or Membership.alone()
-        self._is_first = membership.rank == 0
+        self._config, self._is_first = config, membership.rank == 0
         self._num_sharing = membership.ranks_per_host * config.data_parallel_size
         cpu.set_num_threads(config.cpu_threads or max(1, num_cpus() // self._num_sharing))
         self._has_group = membership.num_ranks > 1
@@ -113,18 +115,8 @@ class CpuExecutor:
         self.thread.submit(self._adapters.loaded.pop, adapter_id, None)  # after the steps that were launched
 
     def blocks(self) -> BlockAccess:
-        """Return the access to the blocks."""
-        return self
-
-    def read_block(self, block: int) -> bytes:
-        return b"".join([cache[block].tobytes() for cache in self._caches.values()])
-
-    def write_block(self, block: int, content: bytes | memoryview) -> None:
-        start = 0
-        for cache in self._caches.values():
-            target = cache[block].reshape(-1).view(np.uint8)
-            target[:] = np.frombuffer(content, np.uint8, target.size, start)
-            start += target.size
+        """Return the access to the blocks that are allocated now."""
+        return with_nixl(CpuBlocks(self, list(self._caches.values())), self._config)
 
     def launch(self, batch: Batch) -> StepInThread:
         return StepInThread(self.thread, batch, self.compute)

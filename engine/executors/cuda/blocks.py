@@ -14,7 +14,8 @@ from torch import Tensor
 from engine.executors.cuda import compilation, ipc
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.transfer import Download, Uploads
-from engine.executors.rank_blocks import Moves, SharedCaches
+from engine.executors.nixl_blocks import Region
+from engine.executors.rank_blocks import STAGED, Moves, SharedCaches
 from engine.ops.cuda.block_copy import copy_blocks
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,9 @@ class _Opened(NamedTuple):
 
 
 class CudaBlocks:
-    """Access to the blocks of one rank (see `DeviceBlocks`), for one thread. Owns a stream, in which it works beside
-    the steps. It waits for its own work only, so the caller must know that steps have written what it reads.
+    """Access to the blocks of one rank (see `DeviceBlocks` and `LocalBlocks`), for one thread. Owns a stream, in
+    which it works beside the steps. It waits for its own work only, so the caller must know that steps have written
+    what it reads.
 
     Steps are not counted: when the first rank has ended a step, all ranks have written their keys and values, because
     the sum of the last layer follows them.
@@ -64,6 +66,21 @@ class CudaBlocks:
 
     def share(self) -> list[SharedCaches]:
         return [(self._caches.null_block, [ipc.export_memory(layer) for layer in self._caches.words])]
+
+    @property
+    def memory(self) -> tuple[str, int]:
+        return ("VRAM" if self._stream else "DRAM"), self._index
+
+    def region(self) -> Region:
+        return Region(self._layers.tolist(), self._caches.null_block, 8 * self._num_words)
+
+    def stage(self, num_slots: int) -> Region:
+        shape = len(self._layers), num_slots, self._num_words
+        with torch.cuda.stream(self._stream):
+            self._staged = torch.empty(shape, dtype=torch.int64, device=self._device)
+            layers = torch.tensor([layer.data_ptr() for layer in self._staged], device=self._device)
+        self._opened[STAGED] = _Opened((), layers, num_slots)
+        return Region(layers.tolist(), num_slots, 8 * self._num_words)
 
     def digests(self, blocks: Sequence[int]) -> list[bytes]:
         return self._run([(block, block) for block in blocks], self._layers, None)

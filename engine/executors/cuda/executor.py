@@ -35,7 +35,9 @@ from engine.executors.cuda.vision_encoder import CudaVisionEncoder
 from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
 from engine.executors.expert_usage import ExpertUsage, routed_layers
 from engine.executors.image_inputs import ImageInputs
+from engine.executors.nixl_blocks import with_nixl
 from engine.executors.prompt_outputs import LOGITS_BYTES, max_prompt_logits
+from engine.executors.rank_blocks import BlockAccess
 from engine.executors.slots import Choices, Slots
 from engine.executors.spans import SlotSpans
 from engine.exporting.manifest import DECODER, Manifest, rank_dir
@@ -99,7 +101,7 @@ class CudaExecutor:
         self._max_tokens = min(config.max_step_tokens, model.max_seq_len)  # of one step
         self.graph_dir, self._utilization = graph_dir, config.gpu_memory_utilization
         self._logits_bytes = 4 * config.batch_size * model.vocab_size  # of the largest batch of sampled tokens
-        self._is_invariant = config.batch_invariant
+        self._config, self._is_invariant = config, config.batch_invariant
         ops = invariant if self._is_invariant else cuda
         self._host_experts = HostExperts(num_bytes, self._device) if (num_bytes := config.host_expert_bytes) else None
         self._program = load_program(self._files(DECODER), self._device, ops, host_experts=self._host_experts)
@@ -218,9 +220,9 @@ class CudaExecutor:
         if self._adapters:
             self._adapters.drop(adapter_id)
 
-    def blocks(self) -> CudaBlocks:
+    def blocks(self) -> BlockAccess:
         """Return the access to the blocks that are allocated now."""
-        return CudaBlocks(self._caches, self._device)
+        return with_nixl(CudaBlocks(self._caches, self._device), self._config)
 
     def launch(self, batch: Batch) -> CudaStep:
         self._slots.place(batch)

@@ -21,6 +21,14 @@ PREFILLS = {"INNODE_PREFILL_PORTS": "7013"}
             {"SPLITWISE_ROLE": "decode", **PREFILLS, "ENABLE_PREFIX_CACHING": "0"},
             "ENABLE_PREFIX_CACHING is 0, it must be 1 with SPLITWISE_ROLE=decode",
         ),
+        (
+            {"SPLITWISE_ROLE": "decode", **PREFILLS, "KV_TRANSFER": "mooncake"},
+            "KV_TRANSFER is 'mooncake': Mooncake is not supported, because .*; use nixl",
+        ),
+        (
+            {"SPLITWISE_ROLE": "decode", **PREFILLS, "KV_TRANSFER": "nixl", "TLS_CERT_FILE": "a", "TLS_KEY_FILE": "b"},
+            "KV_TRANSFER is nixl, which does not encrypt blocks, and TLS_CERT_FILE is set",
+        ),
         ({"SPLITWISE_ROLE": "prefill", "SERVICE_HTTP_PORT": "65300"}, "SERVICE_HTTP_PORT is 65300, ports up to 400"),
     ],
 )

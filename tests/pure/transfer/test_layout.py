@@ -88,7 +88,7 @@ def test_an_instance_whose_blocks_cannot_be_converted_is_refused(exported):
     graph_dir = exported("qwen2", block_size=BLOCK_SIZE)
     layout = BlockLayout.of(Manifest.read(graph_dir))
     decode = a_loop(graph_dir)
-    memory = SharedHostMemory(decode.executor)
+    memory = SharedHostMemory(decode.executor.blocks())
 
     def refusal(**changes):
         server = serve(a_loop(graph_dir), layout=layout._replace(**changes))

@@ -207,7 +207,7 @@ def test_blocks_come_over_tcp_if_memory_cannot_be_opened_unless_it_must_be(graph
     assert pair.run()["0"] == expected
     assert pair.decode.remote.counters.num_remote_prefill_failures == 0
     loop = a_loop(graph_dir)
-    client = connect(loop, pair.server.port, device=SharedHostMemory(loop.executor), needs_device=True)
+    client = connect(loop, pair.server.port, device=SharedHostMemory(loop.executor.blocks()), needs_device=True)
     [refusal] = client.refusals(within_s=5)
     assert refusal.endswith("KV_TRANSFER is cuda_ipc, but its caches cannot be opened: it is on another planet")
 
