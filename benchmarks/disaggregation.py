@@ -28,6 +28,7 @@ import aiohttp
 
 from benchmarks.network import Network
 from benchmarks.replicas import Clients, Machine
+from engine.settings.disaggregation import NIXL, TCP
 
 RELEASED_WITHIN_S = 5.0
 NUM_TOKENS = 100  # of an answer during kills
@@ -37,10 +38,12 @@ FAMILIES = ("llm_remote_prefills_total", "llm_remote_prefill_failures_total", "l
 class Instances:
     """The prefill and the decode instance, and a mixed server as reference."""
 
-    def __init__(self, folder: Path, network: Network):
+    def __init__(self, folder: Path, network: Network, transfer: str):
         self.network = network
         self.prefill, self.decode, self.mixed = [Machine(folder, network, i) for i in range(3)]
         port = self.prefill.ports["SERVICE_HTTP_PORT"] + 400
+        for machine in (self.prefill, self.decode):
+            machine.env |= {"KV_TRANSFER": transfer}
         self.prefill.env |= {"SPLITWISE_ROLE": "prefill"}
         self.decode.env |= {"SPLITWISE_ROLE": "decode", "PREFILL_INSTANCES": f"{self.prefill.ip}:{port}"}
         self.all = [self.prefill, self.decode, self.mixed]
@@ -182,9 +185,10 @@ def main() -> int:
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transfer", choices=(TCP, NIXL), default=TCP)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="disaggregation-") as folder, Network(3) as network:
-        each, started = Instances(Path(folder), network), []
+        each, started = Instances(Path(folder), network, args.transfer), []
         try:
             for machine in each.all:
                 machine.start()
