@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 
 from engine.core.block_pool import BlockPool, OutOfBlocks
@@ -322,7 +323,9 @@ class KVCacheManager:
         request.has_shared_tail = self._has_states or request.num_computed % self.pool.block_size > 0
 
     def _next_snapshot(self, request: Request, position: int) -> int:
-        """Return the first position after `position` at which its state is kept."""
+        """Return the first position after `position` at which its state is kept, or the largest integer."""
+        if not self.pool.caching:
+            return sys.maxsize
         size = self.pool.block_size
         interval = max(size, SNAPSHOT_INTERVAL // size * size)
         next_multiple = (position // interval + 1) * interval

@@ -76,6 +76,15 @@ def test_a_state_is_kept_at_intervals(monkeypatch):
     assert num_cached(scheduler, executor, [*fill(19, 100), 1]) == 16
 
 
+def test_no_chunk_ends_where_a_state_would_be_kept_if_prefixes_are_not_cached(monkeypatch):
+    monkeypatch.setattr(kv_cache_manager, "SNAPSHOT_INTERVAL", 8)
+    limits = Limits(4, 16, cache_groups=(PAGES, STATES))
+    scheduler = Scheduler(BlockPool(200, BLOCK_SIZE, caching=False), limits)
+    executor = CountingExecutor(200, BLOCK_SIZE, (PAGES, STATES))
+    assert num_cached(scheduler, executor, fill(30, 100), 3) == 0
+    assert [count for rows in executor.batches for _, count in rows] == [16, 14, 1, 1]
+
+
 def test_where_prompts_branch_off_a_state_is_kept_once():
     scheduler, executor = a_server(PAGES, STATES)
     shared = fill(18, 100)
