@@ -177,10 +177,13 @@ class RunDir:
                 time.sleep(0.05)
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically."""
+        """Write a file atomically. Raises an OSError that names the file."""
         partial = self.path / f"{name}.partial"
         partial.touch(0o600)
-        partial.write_text(text)
+        try:
+            partial.write_text(text)
+        except OSError as error:  # that of a full disk names no file
+            raise OSError(error.errno, error.strerror, str(partial)) from None
         partial.replace(self.path / name)
 
     def write_state(self, state: ServerState) -> None:

@@ -42,6 +42,13 @@ def test_the_folder_is_made_for_its_user_alone(tmp_path):
     assert run_dir.path.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    (run_dir.path / "state.json.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*/run/state\.json\.partial'"):
+        run_dir.write_state(a_state())
+
+
 def test_a_link_in_its_place_is_refused(tmp_path):
     (tmp_path / "target").mkdir(mode=0o700)
     (tmp_path / "run").symlink_to(tmp_path / "target")
