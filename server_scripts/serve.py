@@ -54,7 +54,7 @@ def serve(model_name: str, report: Reporter, on_ready: Callable[[], None] | None
     console = None
     orphans, left_running = takeover.find_orphans(run_dir), None
     try:
-        prepare(config, run_dir, orphans)
+        prepare(config, run_dir, orphans, model_name)
         log_file = log_paths(config)["supervisor"].open("a", buffering=1)
         configure(config.log_level, log_file)
         if on_ready is None:
@@ -78,7 +78,7 @@ def serve(model_name: str, report: Reporter, on_ready: Callable[[], None] | None
             console.finish(CONSOLE_FLUSH_S)
 
 
-def prepare(config: Config, run_dir: RunDir, orphans: ServerState | None) -> None:
+def prepare(config: Config, run_dir: RunDir, orphans: ServerState | None, model_name: str) -> None:
     """Check the settings and packages, and prepare the run directory.
 
     Leftovers of an earlier server are removed, except `orphans`, which may continue to serve. Raise SetupError.
@@ -92,7 +92,7 @@ def prepare(config: Config, run_dir: RunDir, orphans: ServerState | None) -> Non
     if orphans:
         run_dir.write_state(replace(orphans, supervisor=current_process()))
     else:
-        begin_anew(config, run_dir)
+        begin_anew(config, run_dir, model_name)
 
 
 def check_call_format(config: Config) -> None:
@@ -103,7 +103,7 @@ def check_call_format(config: Config) -> None:
         output_syntax_of(config)
 
 
-def begin_anew(config: Config, run_dir: RunDir) -> None:
+def begin_anew(config: Config, run_dir: RunDir, model_name: str) -> None:
     kill_all(run_dir.read_state())
     if taken := ports.problems(config):
         raise ConfigError("\n".join(taken))
@@ -111,7 +111,7 @@ def begin_anew(config: Config, run_dir: RunDir) -> None:
         logs.rotate(path, config.log_backup_count)
     run_dir.clean_up()
     shutil.rmtree(run_dir.path / TRITON_FOLDER, ignore_errors=True)
-    run_dir.write_state(new_state(config, config.model_name or config.model_dir, "preparing"))
+    run_dir.write_state(new_state(config, model_name or config.model_name or config.model_dir, "preparing"))
 
 
 def current_process() -> Process:
@@ -158,7 +158,7 @@ def make_supervisor(
     if orphans and orphans.fingerprint != fingerprint:
         report("what an earlier start_server has left running has other settings or another model: ending it")
         orphans = None
-        begin_anew(config, run_dir)
+        begin_anew(config, run_dir, model_name)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # connection errors during a start are expected
     supervisor = Supervisor(
         specs=all_specs(config, graph_dir, source.label, run_dir),

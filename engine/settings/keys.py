@@ -41,8 +41,8 @@ def read_keys(path: str) -> dict[str, Owner]:
         with open(path, encoding="utf-8") as file:
             given = json.load(file)
     except OSError as error:
-        raise ConfigError(f"API_KEYS is {path!r}, which cannot be read: {error.strerror}") from None
-    except ValueError:  # its text may quote the file
+        raise ConfigError(f"API_KEYS is {path!r}, a file that cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):  # its text may quote the file
         raise ConfigError(f"API_KEYS is {path!r}, which is not valid JSON") from None
     if not isinstance(given, dict) or not given:
         raise ConfigError(f"API_KEYS is {path!r}, which must hold an object with a name or more")

@@ -91,7 +91,10 @@ def _range(low: float | None, high: float | None) -> str:
 def json_object(text: str) -> dict[str, Any]:
     """Return the JSON object of a text; an empty text stands for an empty object. Raises ValueError, which says what is
     wrong."""
-    found = json.loads(text or "{}")
+    try:
+        found = json.loads(text or "{}")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(found, dict):
         raise ValueError(f"{text!r} is none")
     return found

@@ -93,6 +93,6 @@ class JsonToolCallParser:
 def _string(text: str) -> str | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None

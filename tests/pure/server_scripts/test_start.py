@@ -255,6 +255,7 @@ def test_a_signal_while_a_model_is_fetched_leaves_nothing(server, number, is_noh
             with connection:
                 state = RunDir(server.run_dir).read_state()
                 assert (state.phase, read_stat(state.supervisor.pid).parent) == ("preparing", start.pid)
+                assert state.model == "org/model"
                 ignored = re.search(r"^SigIgn:\s*(\w+)", Path(f"/proc/{start.pid}/status").read_text(), re.M)[1]
                 assert (int(ignored, 16) & 1 << signal.SIGHUP - 1 > 0) == is_nohup
                 start.send_signal(number)

@@ -120,6 +120,7 @@ def test_an_old_name_still_works(old, field):
         ({"LIMIT_MM_PER_PROMPT": "two"}, "LIMIT_MM_PER_PROMPT is 'two', it must be a JSON object or like image=2"),
         ({"LIMIT_MM_PER_PROMPT": "images=2"}, "LIMIT_MM_PER_PROMPT has 'images', the kinds are image, video, audio"),
         ({"LIMIT_MM_PER_PROMPT": '{"image": -1}'}, "LIMIT_MM_PER_PROMPT has -1 for image, it must be a whole number"),
+        ({"HF_OVERRIDES": "[" * 100_000}, "it must be a JSON object: it is nested too deeply"),
         ({"MM_PROCESSOR_KWARGS": "[]"}, "MM_PROCESSOR_KWARGS is '[]', it must be a JSON object"),
         ({"MM_PROCESSOR_KWARGS": '{"max_pixels": "x"}'}, "MM_PROCESSOR_KWARGS has 'x' for max_pixels, it must be a"),
         ({"ALLOWED_MEDIA_DOMAINS": "a.b, http://c"}, "ALLOWED_MEDIA_DOMAINS has 'http://c', it must be names of hosts"),

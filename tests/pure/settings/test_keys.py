@@ -32,6 +32,7 @@ def test_owners_are_found_by_their_keys(write):
     ("content", "message"),
     [
         ('{"a": {"key": "s3cret"', "which is not valid JSON"),
+        ("[" * 100_000, "which is not valid JSON"),
         ([], "must hold an object with a name or more"),
         ({}, "must hold an object with a name or more"),
         ({"a b": {"key": "s3cret"}}, "'a b' is no name of up to 64 letters"),
@@ -60,5 +61,5 @@ def test_a_file_that_is_wrong_stops_the_start(write, content, message):
 
 
 def test_a_file_that_is_not_there_stops_the_start(tmp_path):
-    with pytest.raises(ConfigError, match="API_KEYS is .*, which cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="API_KEYS is .*, a file that cannot be read: No such file"):
         Config.from_env({"API_KEYS": str(tmp_path / "none")})
