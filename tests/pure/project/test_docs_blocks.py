@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,18 @@ def test_every_block_has_a_known_language(page):
 def test_python_blocks_compile(page):
     for text in blocks(page, "python"):
         ast.parse(text)
+
+
+@pages
+def test_packages_of_python_blocks_are_installed_with_the_server_or_by_a_command_of_the_page(page):
+    server = re.findall(r"^[\w-]+", (ROOT / "requirements.txt").read_text(), re.M)
+    known = {*sys.stdlib_module_names, "engine", "gateway", *(name.replace("-", "_") for name in server)}
+    for command in re.findall(r"pip install ([\w -]+)", page.read_text()):
+        known |= set(command.split())
+    nodes = [node for text in blocks(page, "python") for node in ast.walk(ast.parse(text))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert {name.split(".")[0] for name in names} <= known
 
 
 @pages
