@@ -40,6 +40,7 @@ from engine.settings.config import Config
 log = logging.getLogger(__name__)
 
 TOKENS = (64, 128, 256, 512)  # of steps with prompts; in larger steps the GPU takes longer than the host
+MAX_VERIFYING = 1024  # tokens of steps that verify drafts, whose launch would delay the drafts behind it
 # Fields that sampling reads for each row. Those of 8 bytes come first, for their alignment.
 CHOICE = ("seed", "counter", "slots", *CAPTURED)
 KEPT_ROWS = "kept_rows"  # i64 [T]: rows of a memory that keeps the hidden states of all tokens
@@ -99,7 +100,7 @@ class StepGraphs:
         num_groups: int = 1,
     ):
         self._device, self._of_adapters, self._padding_slot = device, of_adapters, config.batch_size
-        self._width = max(max_blocks, TOKENS[-1] // MIN_BLOCK_SIZE)  # a padding row may hold TOKENS[-1] tokens
+        self._width = max(max_blocks, MAX_VERIFYING // MIN_BLOCK_SIZE)  # a padding row may hold as many tokens
         self._table_names = [table_name(group) for group in range(num_groups)]
         is_used = config.use_cudagraph and device.type == "cuda"
         self._decodes = decode_shapes(config.cudagraph_capture_sizes, config.batch_size) if is_used else []
@@ -343,7 +344,7 @@ def verifying_shapes(config: Config, decodes: Sequence[Shape]) -> list[Shape]:
     """Return the shapes of steps that verify drafts: as many tokens as captured decode steps have requests, times one
     more than the drafts of a request. They have a request more than such a step can have, for padding, and never as
     many as tokens."""
-    few, most = config.speculate_max_draft_token_num + 1, min(TOKENS[-1], config.max_step_tokens)
+    few, most = config.speculate_max_draft_token_num + 1, min(MAX_VERIFYING, config.max_step_tokens)
     shapes = []
     for num_tokens in sorted({2, *(few * shape.num_tokens for shape in decodes)}):
         num_requests = min(num_tokens, config.batch_size) + 1
