@@ -166,7 +166,13 @@ def source_of(method: str, executor: CudaExecutor, model: Manifest, config: Conf
     if method == "draft":
         sizes = SlotSizes.of(model, config.batch_size)
         return ModelDrafts(CudaDraftModel.load(exported_draft(), executor, config, sizes), model.vocab_size)
-    return MtpDrafts(CudaMtpLayer(executor, model, config), model.vocab_size, method)
+    layer = CudaMtpLayer(executor, executor.load_draft_graph(method), config)
+    return MtpDrafts(layer, model.vocab_size, method)
+
+
+def answer_room(count: int) -> int:
+    """Return the tokens for which each of `count` requests has room behind its prompt."""
+    return 1024 if count < MANY else 512
 
 
 def measure(executor: Executor, num_blocks: int, config: Config, count: int, context: int) -> dict[str, float]:
@@ -175,7 +181,7 @@ def measure(executor: Executor, num_blocks: int, config: Config, count: int, con
     seen: set[str] = set()
     for number in range(count):
         ids = rng.integers(100, 100000, context).tolist()
-        loop.add(Request(str(number), ids, context, Sampling(900, temperature=0)))
+        loop.add(Request(str(number), ids, context, Sampling(answer_room(count) - 100, temperature=0)))
     while len(seen) < count:
         seen |= {update.request.request_id for update in loop.step()}
     generate(loop, WARM_UP * count)
@@ -217,7 +223,7 @@ def parts_of(executor: Any) -> dict[str, tuple[Any, str]]:
     if source is None:
         return {}
     model, accepting = source._model, executor._executor
-    parts = {"drafts": (source, "drafts"), "submit": (model._graphs, "launch"), "finish": (model, "finish")}
+    parts = {"drafts": (source, "drafts"), "submit": (model._graph, "run"), "finish": (model, "finish")}
     parts |= {"launch": (accepting, "launch"), "wait": (accepting, "wait")}
     return parts | {name: (source, name) for name in ("read", "note", "keep")}
 
@@ -258,12 +264,12 @@ def draft_graph_ms(source: ModelDrafts, num_rows: int, num_drafts: int, context:
     between runs."""
     model: Any = source._model
     rows = [DraftRow(slot, context, [100, 101], True, 1) for slot in range(num_rows)]
-    inputs, sampling = model._inputs(rows, num_drafts), model._slots.sampling_rows(rows)
+    inputs = model._inputs(rows, num_drafts)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for number in range(25):
         if number == 5:
             begin.record()
-        model._graphs.launch(inputs, sampling, num_drafts)
+        model._graph.run(inputs)
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 20
@@ -273,7 +279,8 @@ def learn(executor: Executor, num_blocks: int, config: Config, count: int) -> No
     """Let the policy of `executor` see other requests."""
     loop = EngineLoop(executor, num_blocks, config)
     for number in range(count):
-        loop.add(Request(str(number), [100 + number] * 100, 100, Sampling(900, temperature=0)))
+        sampling = Sampling(answer_room(count) - 100, temperature=0)
+        loop.add(Request(str(number), [100 + number] * 100, 100, sampling))
     generate(loop, LEARNING * count)
     for number in range(count):
         loop.drop(str(number))
@@ -291,7 +298,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
     args = parser.parse_args()
-    room = 1024 if max(args.requests) < MANY else 512  # tokens of an answer
     config = Config(
         device="gpu",
         batch_size=max(args.requests),
@@ -299,7 +305,7 @@ def main() -> None:
         enable_prefix_caching=False,
         max_cached_task_num=10000,
         batch_invariant=args.invariant,
-        num_gpu_blocks_override=max(args.requests) * (args.context + room) // 16 + 1024,
+        num_gpu_blocks_override=max(each * (args.context + answer_room(each)) for each in args.requests) // 16 + 1024,
         block_ratio=2.0,
     )
     drafting_config = replace(config, speculate_method=args.method, speculate_max_draft_token_num=args.drafts)

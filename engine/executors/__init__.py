@@ -88,24 +88,24 @@ def make_mtp_source(executor: Executor, manifest: Manifest, config: Config) -> D
     """Load the layer that drafts for the model that `executor` has loaded, on all its ranks: its MTP layer or its
     EAGLE-3 head."""
     from engine.executors.mtp_drafts import MtpDrafts, MtpLayer
+    from engine.executors.ranks import RanksExecutor
 
     method = config.speculate_method
+    draft_graph, first = executor.load_draft_graph(method), executor  # type: ignore[attr-defined]
+    while isinstance(first, RanksExecutor):  # of several hosts, the first has several ranks
+        first = first.first
     if config.device == GPU:
         from engine.executors.cuda.draft_model import CudaMtpLayer
         from engine.executors.cuda.executor import CudaExecutor
 
-        assert isinstance(executor, CudaExecutor), "check_draft_settings refuses several ranks"
-        layer: MtpLayer = CudaMtpLayer(executor, manifest, config)
+        assert isinstance(first, CudaExecutor)
+        layer: MtpLayer = CudaMtpLayer(first, draft_graph, config)
     else:
         from engine.executors.cpu.draft_model import CpuMtpLayer
         from engine.executors.cpu.executor import CpuExecutor
-        from engine.executors.ranks import RanksExecutor
 
-        first = executor
-        while isinstance(first, RanksExecutor):  # of several hosts, the first has several ranks
-            first = first.first
-        assert isinstance(first, CpuExecutor) and isinstance(executor, CpuExecutor | RanksExecutor)
-        layer = CpuMtpLayer(first, executor.load_draft_graph(method), config.batch_size, method)
+        assert isinstance(first, CpuExecutor)
+        layer = CpuMtpLayer(first, draft_graph, config.batch_size, method)
     return MtpDrafts(layer, manifest.vocab_size, method)
 
 

@@ -36,7 +36,7 @@ class SlotSizes(NamedTuple):
 
 
 class DraftSlots:
-    """State of the slots. Builds the inputs of the draft model's graph and the rows of its sampler.
+    """State of the slots. Builds the rows of the sampler.
 
     The draft model draws tokens with the random numbers of the requests, at the same places of the answer: one that
     computes the same probabilities draws the same tokens.
@@ -58,31 +58,32 @@ class DraftSlots:
         values.counter[:] = [row.num_answered for row in rows]
         return values
 
-    def inputs(self, rows: Sequence[DraftRow]) -> dict[str, np.ndarray]:
-        """Return the inputs of the graph (docs/ops.md), without the caches and the block tables."""
-        starts = np.array([row.start for row in rows], np.int32)
-        if all(row.samples and len(row.token_ids) == 1 for row in rows):  # all runs but the first
-            ends = np.arange(len(rows) + 1, dtype=np.int32)
-            return {
-                "token_ids": np.array([row.token_ids[0] for row in rows], np.int32),
-                "positions": starts,
-                "query_starts": ends,
-                "context_lens": starts,
-                "logit_rows": ends[:-1],
-            }
-        lengths = np.array([len(row.token_ids) for row in rows], np.int32)
-        query_starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(lengths, out=query_starts[1:])
-        positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], lengths)
-        return {
-            "token_ids": np.array([token_id for row in rows for token_id in row.token_ids], np.int32),
-            "positions": positions,
-            "query_starts": query_starts,
-            "context_lens": starts,
-            "logit_rows": (query_starts[1:] - 1)[[row.samples for row in rows]],
-        }
-
     def _set_sampling(self, slot: int, sampling: Sampling) -> None:
         for name in COPIED:
             self._rows.values[name][slot] = getattr(sampling, name)
         self._rows.seed[slot] = sampling.seed
+
+
+def graph_inputs(rows: Sequence[DraftRow]) -> dict[str, np.ndarray]:
+    """Return the inputs of the graph (docs/ops.md), without the caches and the block tables."""
+    starts = np.array([row.start for row in rows], np.int32)
+    if all(row.samples and len(row.token_ids) == 1 for row in rows):  # all runs but the first
+        ends = np.arange(len(rows) + 1, dtype=np.int32)
+        return {
+            "token_ids": np.array([row.token_ids[0] for row in rows], np.int32),
+            "positions": starts,
+            "query_starts": ends,
+            "context_lens": starts,
+            "logit_rows": ends[:-1],
+        }
+    lengths = np.array([len(row.token_ids) for row in rows], np.int32)
+    query_starts = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(lengths, out=query_starts[1:])
+    positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], lengths)
+    return {
+        "token_ids": np.array([token_id for row in rows for token_id in row.token_ids], np.int32),
+        "positions": positions,
+        "query_starts": query_starts,
+        "context_lens": starts,
+        "logit_rows": (query_starts[1:] - 1)[[row.samples for row in rows]],
+    }

@@ -1,5 +1,5 @@
 """The graph of an MTP layer or an EAGLE-3 head on all ranks: each computes its share, and the ops of the graph sum the
-partial results, as in a step of the model. The first rank alone decides what is computed and samples the drafts."""
+partial results, as in a step of the model. The first rank alone decides what is computed and verified."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RankDraftGraph(Protocol):
         ...
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Run the graph and return its outputs by name, valid until the next call. Must be called in the thread of the
-        executor: another one would have threads of the ops for itself."""
+        """Run the graph and return its outputs by name, valid until the next call; on a GPU they stay there. On a CPU
+        it must be called in the thread of the executor: another one would have threads of the ops for itself."""
         ...
 
 
@@ -67,4 +67,5 @@ class ServedDraftGraph:
             argument = {
                 name: np.frombuffer(content, dtype).reshape(shape) for name, (dtype, shape, content) in argument.items()
             }
-        self._executor.thread.submit(getattr(self._graph, method), argument).result()
+        call, thread = getattr(self._graph, method), getattr(self._executor, "thread", None)
+        _ = thread.submit(call, argument).result() if thread else call(argument)

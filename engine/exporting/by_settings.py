@@ -23,7 +23,6 @@ GRAPHS = (MTP_GRAPH, EAGLE3_GRAPH)  # the methods that draft with a graph of the
 def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
     """Return the options of the export. Unless a type is requested, 8-bit floats are kept on a GPU. Raises
     ConfigError, also for a family that the device cannot run."""
-    check_draft_settings(config)
     _check_device(config, checkpoint_dir)
     if config.dtype == "float16" and with_device(config).device != GPU:
         raise ConfigError(
@@ -49,19 +48,6 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
     if is_fp8(read_json(checkpoint_dir / CONFIG)) and with_device(config).device == GPU:
         return replace(options, quant_type="weight_only_fp8")
     return options
-
-
-def check_draft_settings(config: Config) -> None:
-    """Raise ConfigError if SPECULATE_METHOD needs a graph of the export that drafts, and there are several ranks on
-    GPUs."""
-    method = config.speculate_method
-    if method not in GRAPHS or config.mp_num == 1:
-        return
-    if config.device == GPU or with_device(config).device == GPU:
-        raise ConfigError(
-            f"SPECULATE_METHOD is {method} and MP_NUM is {config.mp_num}, which is not supported on GPUs yet; set"
-            " MP_NUM=1, or SPECULATE_METHOD to draft, ngram or suffix"
-        )
 
 
 def _check_device(config: Config, checkpoint_dir: Path) -> None:

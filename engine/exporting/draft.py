@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.core.cache_groups import PAGED
 from engine.errors import ConfigError, SetupError
-from engine.exporting.by_settings import GRAPHS, check_draft_settings
+from engine.exporting.by_settings import GRAPHS
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import Manifest, is_exported
@@ -22,7 +22,6 @@ def export_draft_model(graph_dir: Path, config: Config, progress: Callable[[str]
     path, model = config.draft_model_path, Manifest.read(graph_dir)
     if path is None or config.speculate_method in GRAPHS:
         return None
-    check_draft_settings(config)
     try:
         if not is_exported(path):
             options = ExportOptions(block_size=model.block_size)
@@ -35,8 +34,7 @@ def export_draft_model(graph_dir: Path, config: Config, progress: Callable[[str]
 
 
 def check_layer(graph_dir: Path, config: Config) -> None:
-    """Raise ConfigError unless the exported model has the layer that drafts for it, and it can do so here."""
-    check_draft_settings(config)
+    """Raise ConfigError unless the exported model has the layer that drafts for it."""
     method = config.speculate_method
     if method not in Manifest.read(graph_dir).graphs:
         raise ConfigError(

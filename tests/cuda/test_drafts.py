@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 
 from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
-from engine.executors import make_executor  # noqa: E402
+from engine.executors import make_executor, make_host, make_mtp_source  # noqa: E402
 from engine.executors.cuda.draft_graphs import DraftGraphs, run_shape  # noqa: E402
 from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
@@ -51,19 +51,19 @@ MTP = ("glm4_moe", "ernie4_5_moe", "qwen3_5_text", "deepseek_v3", "glm4_moe_lite
 LAYERS = [*[("mtp", family) for family in MTP], ("eagle3", "llama"), ("eagle3", "qwen3")]
 
 
-def export_mtp(folder: Path, out: Path, family: str, dtype: str, is_right: bool) -> None:
+def export_mtp(folder: Path, out: Path, family: str, dtype: str, is_right: bool, num_ranks: int) -> None:  # noqa: PLR0913
     checkpoint = mtp_checkpoints.make_mtp_checkpoint(folder, family)
     if is_right:
         mtp_checkpoints.make_right(checkpoint, family)
-    export(checkpoint, out, ExportOptions(dtype, block_size=BLOCK_SIZE, mtp=True))
+    export(checkpoint, out, ExportOptions(dtype, block_size=BLOCK_SIZE, mtp=True, num_ranks=num_ranks))
 
 
-def export_eagle3(folder: Path, out: Path, family: str, dtype: str, is_right: bool) -> None:
+def export_eagle3(folder: Path, out: Path, family: str, dtype: str, is_right: bool, num_ranks: int) -> None:  # noqa: PLR0913
     model = eagle3_checkpoints.make_model(folder / "model", family)
     head = eagle3_checkpoints.make_head(folder / "head", family, model)
     if is_right:
         eagle3_checkpoints.make_right(model, head)
-    export(model, out, ExportOptions(dtype, block_size=BLOCK_SIZE, eagle3=str(head)))
+    export(model, out, ExportOptions(dtype, block_size=BLOCK_SIZE, eagle3=str(head), num_ranks=num_ranks))
 
 
 @pytest.fixture(scope="session")
@@ -71,11 +71,12 @@ def with_layer(tmp_path_factory):
     """Return a function that exports a model with its MTP layer or with an EAGLE-3 head. They are kept in build/golden,
     which can be copied to a machine without Paddle."""
 
-    def make(method: str, family: str, dtype: str = "float32", is_right: bool = False) -> Path:
-        out = ROOT / "build/golden" / "-".join([method, family, dtype, *["right"] * is_right])
+    def make(method: str, family: str, dtype: str = "float32", is_right: bool = False, num_ranks: int = 1) -> Path:
+        ranks = [f"{num_ranks}-ranks"] * (num_ranks > 1)
+        out = ROOT / "build/golden" / "-".join([method, family, dtype, *["right"] * is_right, *ranks])
         if not out.exists():
             write = export_mtp if method == "mtp" else export_eagle3
-            write(tmp_path_factory.mktemp(family) / "checkpoint", out, family, dtype, is_right)
+            write(tmp_path_factory.mktemp(family) / "checkpoint", out, family, dtype, is_right, num_ranks)
         return out
 
     return make
@@ -85,7 +86,8 @@ def source_of(executor, model_dir, config, draft_dir=None):
     """Return the source of drafts for the model that `executor` runs, as the settings say."""
     model = Manifest.read(model_dir)
     if draft_dir is None:
-        return MtpDrafts(CudaMtpLayer(executor, model, config), model.vocab_size, config.speculate_method)
+        layer = CudaMtpLayer(executor, executor.load_draft_graph(config.speculate_method), config)
+        return MtpDrafts(layer, model.vocab_size, config.speculate_method)
     sizes = SlotSizes.of(model, config.batch_size)
     return ModelDrafts(CudaDraftModel.load(draft_dir, executor, config, sizes), model.vocab_size)
 
@@ -101,7 +103,7 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(method, family, use_c
     drafting = with_drafts(executor, config, None, source)
     drafting.allocate(60)
     model, logits, drafts = source._model, [], []
-    compute, finish, ids = model._runs._program, model.finish, np.arange(executor._vocab_size)
+    compute, finish, ids = model._graph._runs._program, model.finish, np.arange(executor._vocab_size)
     if (graph_dir / FILE).exists():
         ids = np.load(graph_dir / FILE)
 
@@ -110,7 +112,7 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(method, family, use_c
         logits.extend(array(outputs.logits).copy())
         return outputs
 
-    model._runs._program = program
+    model._graph._runs._program = program
     model.finish = lambda: [made := finish(), drafts.extend(made)][0]
     with np.load(ROOT / f"tests/golden/{method}/{family}.npz") as known:
         loop = EngineLoop(drafting, 60, replace(config, max_num_batched_tokens=24))
@@ -203,16 +205,16 @@ def test_replayed_runs_draft_what_launched_ones_do(method, family, models, devic
         model = source_of(executor, graph_dir, config, draft_dir)._model
         model.allocate(24)
         if use_cudagraph:
-            model._graphs.capture(24, lambda run: None)
-        for cache in model._caches.tensors.values():
+            model._graph._graphs.capture(24, lambda run: None)
+        for cache in model._graph._caches.tensors.values():
             cache.zero_()  # the rows below leave gaps
         model.place(placed([0, 1, 2, 3], 40, 6))
         if method != "draft":
-            states = model._runs.states
+            states = model._graph._runs.states
             states.copy_(torch.randn(states.shape, generator=torch.Generator().manual_seed(0)))
         drafts, replayed = [], []
-        replay = model._graphs._replay
-        model._graphs._replay = lambda *given: [replayed.append(1), replay(*given)]  # noqa: B023
+        replay = model._graph._graphs._replay
+        model._graph._graphs._replay = lambda *given: [replayed.append(1), replay(*given)]  # noqa: B023
         for lengths, start, depth in (([5, 5, 5, 5], 0, 4), ([1, 3], 5, 4), ([5, 1, 2], 14, 2), ([2], 20, 1)):
             rows = [
                 DraftRow(slot, start, [7 * slot + n for n in range(length)], True, start, np.arange(1, length + 1))
@@ -317,6 +319,34 @@ def test_the_executor_of_the_settings_drafts(method, family, with_layer, device)
     assert loop.stats()[f"num_drafted_tokens/{method}/1"] > 0
 
 
+@pytest.mark.usefixtures("products_are_chains_of_sums")
+@pytest.mark.parametrize("use_cudagraph", [True] if IS_INTERPRETED else [True, False])
+@pytest.mark.parametrize(("method", "family"), [("mtp", "glm4_moe"), ("eagle3", "qwen3")])
+def test_each_rank_has_its_share_of_the_layer_that_drafts(method, family, use_cudagraph, with_layer, two_devices):
+    """The second round finds the prompts of the first in the prefix cache. Drafts are accepted only if all ranks have
+    read the same tokens and states."""
+    graph_dir, found = with_layer(method, family, "float32", True, num_ranks=2), []
+    config = replace(BASE, device="gpu", mp_num=2, batch_invariant=False, use_cudagraph=use_cudagraph)
+    drafting = replace(config, speculate_method=method)
+    executor = make_host(graph_dir, drafting)
+    source = make_mtp_source(executor, Manifest.read(graph_dir), drafting)
+    for each in (executor, with_drafts(executor, drafting, None, source)):
+        each.allocate(40)
+        loop, requests = EngineLoop(each, 40, config if each is executor else drafting), []
+        for _ in range(1 if IS_INTERPRETED else 2):
+            for number in range(2):
+                prompt = [(31 * number + 7 * n) % 300 for n in range(4 + 17 * number)]
+                sampling = Sampling(8 if IS_INTERPRETED else 60, temperature=0)
+                requests.append(Request(str(len(requests)), prompt, len(prompt), sampling))
+                loop.add(requests[-1])
+            while not loop.is_idle:
+                loop.step()
+        found.append([request.token_ids for request in requests])
+    each.close()
+    assert found[0] == found[1]
+    assert loop.stats()["num_accepted_tokens"] > len(requests) * (4 if IS_INTERPRETED else 30)
+
+
 class Noting:
     """Stands for a kernel: it notes the last arguments of a launch, for which a kernel is compiled, and computes
     nothing."""
@@ -336,11 +366,12 @@ def test_the_warm_up_has_every_variant_of_attention_that_a_run_needs(models, dev
     executor = CudaExecutor(graph_dir, config, device.type)
     model, found = source_of(executor, graph_dir, config, draft_dir)._model, set()
     model.allocate(2)
+    draft_graph = model._graph
 
     def program(inputs):
         count, starts = len(inputs["token_ids"]), inputs["query_starts"]
         where = starts, inputs["context_lens"], inputs["block_tables"]
-        cache, qkv = next(iter(model._caches.tensors.values())), torch.zeros(count, 4 * 16)
+        cache, qkv = next(iter(draft_graph._caches.tensors.values())), torch.zeros(count, 4 * 16)
         attention.paged_attention(
             qkv, qkv, cache, *where, num_heads=cache.shape[2], num_kv_heads=cache.shape[2], scale=1
         )
@@ -349,8 +380,8 @@ def test_the_warm_up_has_every_variant_of_attention_that_a_run_needs(models, dev
     monkeypatch.setattr(attention, "place_all", lambda qkv, *_: qkv)
     monkeypatch.setattr(attention, "_attend", Noting(15, found))
     monkeypatch.setattr(attention, "combine", Noting(1, found))
-    model._runs._program = program
-    model._warm_up()
+    draft_graph._runs._program = program
+    draft_graph._warm_up()
     warm = set(found)
     assert len([each for each in warm if len(each) == 2]) > 1  # a context is shared by several numbers of programs
     longest = model.max_seq_len - NUM_DRAFTS - SHORT

@@ -13,7 +13,7 @@ from engine.core.types import Batch, Row
 from engine.executors.cpu.draft_graph import CpuDraftGraph
 from engine.executors.cpu.executor import CpuExecutor
 from engine.executors.cpu.program import CpuProgram
-from engine.executors.draft_slots import DraftSlots, SlotSizes
+from engine.executors.draft_slots import DraftSlots, SlotSizes, graph_inputs
 from engine.executors.model_drafts import CHUNK, SHORT, DraftRow
 from engine.executors.rank_drafts import RankDraftGraph
 from engine.exporting.manifest import Manifest
@@ -84,7 +84,7 @@ class CpuDraftModel:
         """Return the inputs of the graph (docs/ops.md), without the caches."""
         width = max(row.start + len(row.token_ids) - 1 for row in rows) // self._block_size + 1
         tables = self.cache.tables[[row.slot for row in rows], :width]
-        return {**self._slots.inputs(rows), "block_tables": tables}
+        return {**graph_inputs(rows), "block_tables": tables}
 
 
 class CpuMtpLayer(CpuDraftModel):

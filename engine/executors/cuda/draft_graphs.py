@@ -125,11 +125,11 @@ class DraftGraphs:
         self._buffers: StepBuffers  # of the captured graphs
         self.null_block = 0
 
-    def launch(self, inputs: Arrays, rows: SamplingRows, depth: int) -> None:
-        """Launch a run that samples `depth` tokens for each of the first `len(rows.values)` rows."""
-        arrays = {name: getattr(rows, name) for name in FIELDS} | inputs
-        cuts = WAYS[bool(rows.temperature.any())] if depth else WAYS[0]
-        if shape := self._shape_for(inputs):
+    def launch(self, arrays: Arrays, depth: int) -> None:
+        """Launch a run that samples `depth` tokens for each of its `logit_rows`, which are those of the first rows.
+        `arrays` are the inputs of the graph and those of `fields_of`."""
+        cuts = WAYS[bool(arrays["temperature"].any())] if depth else WAYS[0]
+        if shape := self._shape_for(arrays):
             self._replay(arrays, shape, cuts, depth)
             return
         sent = self._uploads.send(arrays)
@@ -213,6 +213,11 @@ class DraftGraphs:
         self._captured, self._tables = {}, None
 
 
+def fields_of(rows: SamplingRows) -> Arrays:
+    """Return the fields of rows that sampling reads, by name."""
+    return {name: getattr(rows, name) for name in FIELDS}
+
+
 def run_shape(num_rows: int, max_drafts: int) -> Shape:
     """Return the shape of the first step of a captured run: its tokens, its rows with one for padding, and its logits.
     As many tokens as rows would mark a decode step."""
@@ -222,7 +227,6 @@ def run_shape(num_rows: int, max_drafts: int) -> Shape:
 
 def empty_run(shape: Shape, has_states: bool) -> Arrays:
     """Build the inputs of a run of padding tokens."""
-    rows = SamplingRows.greedy(shape.num_logits)
-    arrays = {name: getattr(rows, name) for name in FIELDS} | empty_step(shape, 0)
+    arrays = fields_of(SamplingRows.greedy(shape.num_logits)) | empty_step(shape, 0)
     arrays["query_starts"][-1] = shape.num_tokens
     return arrays | ({STATE_ROWS: np.zeros(shape.num_tokens, np.int32)} if has_states else {})

@@ -22,6 +22,7 @@ from engine.executors.cuda.adapters import CudaAdapters
 from engine.executors.cuda.blocks import CudaBlocks
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.compilation import KernelCompiler, warn_of_late_compilation
+from engine.executors.cuda.draft_graph import CudaDraftGraph
 from engine.executors.cuda.expert_counter import DeviceCounter
 from engine.executors.cuda.host_cache import HostCache
 from engine.executors.cuda.host_experts import HostExperts
@@ -97,6 +98,7 @@ class CudaExecutor:
         self._membership = membership or Membership.alone()
         self.device = self._device = _device(device, self._membership.rank)
         self._compiler = KernelCompiler(self._device, report) if self._device.type == "cuda" else None
+        self._config = config
         self._vocab_size = model.vocab_size
         self._max_tokens = min(config.max_step_tokens, model.max_seq_len)  # of one step
         self.graph_dir, self._utilization = graph_dir, config.gpu_memory_utilization
@@ -141,6 +143,10 @@ class CudaExecutor:
         """Load another graph of the model, which shares parameters of the same name with this one. Raises ModelError
         that lists the graphs there are."""
         return load_program(self._files(name), self.device, cuda, self._program.params)
+
+    def load_draft_graph(self, name: str) -> CudaDraftGraph:
+        """Load the graph `name` of the model, which drafts for it."""
+        return CudaDraftGraph.of_layer(name, self, self._config)
 
     def _files(self, name: str) -> RankFiles:
         """Return the files of a graph of the model."""

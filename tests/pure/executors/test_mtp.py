@@ -15,7 +15,6 @@ from engine.core.types import Request, Sampling
 from engine.errors import ConfigError
 from engine.executors import make_executor, make_mtp_source
 from engine.executors.drafting import with_drafts
-from engine.exporting.by_settings import options_of
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
@@ -228,11 +227,3 @@ def test_the_families_with_such_a_layer_are_documented():
     documented = {name for row in re.findall(r"^\| (`.*?`) \|", section, re.M) for name in re.findall(r"`(\w+)`", row)}
     known = {name for name, family in FAMILIES.items() if issubclass(family, MtpFamily) and family.mtp_layout}
     assert documented - {"model_type"} == {name.removesuffix("_text") for name in known}
-
-
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
-def test_several_ranks_on_gpus_are_refused_before_the_export(method, checkpoint):
-    config = replace(DRAFTING, speculate_method=method, speculate_model_path="a-folder", device="gpu", mp_num=2)
-    message = f"SPECULATE_METHOD is {method} and MP_NUM is 2, which is not supported on GPUs yet; set MP_NUM=1, or"
-    with pytest.raises(ConfigError, match=message):
-        options_of(config, checkpoint("glm4_moe"))
