@@ -43,14 +43,23 @@ class DraftCosts:
         self._debt_s += prompts_s
         return prompts_s
 
+    def owe(self, num_prompt_tokens: int) -> float:
+        """Add to the debt the expected time of reading so many tokens of a prompt, and return it."""
+        seconds = num_prompt_tokens * self._token_s
+        self._debt_s += seconds
+        return seconds
+
     def may_read(self, num_tokens: int, step_s: float) -> bool:
         """Return whether so many tokens of a prompt may be read now. `step_s` is the time of a step without drafts."""
-        token_s = self._prompt_token_s or FIRST_GUESS * self.run_s(1)
-        return self._debt_s + num_tokens * token_s <= MAX_DEBT * step_s
+        return self._debt_s + num_tokens * self._token_s <= MAX_DEBT * step_s
 
     def repay(self, gain_s: float, step_s: float) -> None:
         """Subtract from the debt the time that a step has saved by drafts, and a share of the time of the step."""
         self._debt_s = max(0.0, self._debt_s - max(gain_s, 0.0) - REPAID_SHARE * step_s)
+
+    @property
+    def _token_s(self) -> float:
+        return self._prompt_token_s or FIRST_GUESS * self.run_s(1)
 
 
 def _no_runs() -> StepTimes:

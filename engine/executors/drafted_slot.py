@@ -12,7 +12,8 @@ from engine.core.types import PENDING, Row
 from engine.executors.draft_policy import Acceptance
 
 Drafts = list[tuple[int, Sequence[int]]]  # the draft tokens of rows, by the index of the row in its step
-FIRST_SHARE, SHARE_DECAY = 0.7, 0.8  # of `share_right`
+Judged = tuple["DraftedSlot", int, int, int]  # slot, level of its drafts, their number, how many of them were right
+FIRST_SHARE, SHARE_DECAY = 0.7, 0.9  # of `share_right`
 
 
 @dataclass
@@ -50,6 +51,11 @@ class DraftedSlot:
             num_right = sum(
                 1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, self.drafts, strict=False))
             )
-            acceptance.record(self.level, num_right, len(known))
-            self.share_right += (num_right / len(known) - self.share_right) * (1 - SHARE_DECAY)
-            self.was_right, self.drafts = num_right > 0, ()
+            self.drafts = ()
+            self.record(acceptance, self.level, num_right, len(known))
+
+    def record(self, acceptance: Acceptance, level: int, num_right: int, num_judged: int) -> None:
+        """Note that of the drafts of a level so many were right, and that so many could be judged."""
+        acceptance.record(level, num_right, num_judged)
+        self.share_right += (num_right / num_judged - self.share_right) * (1 - SHARE_DECAY)
+        self.was_right = num_right > 0

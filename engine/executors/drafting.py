@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from engine.core.draft_counts import DraftCounts
 from engine.core.types import PENDING, Batch, Executor, Row, Step, StepOutput
 from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafted_slot import DraftedSlot, Drafts
+from engine.executors.drafted_slot import DraftedSlot, Drafts, Judged
 from engine.executors.lookup_drafts import LookupDrafts
 from engine.executors.rank_blocks import BlockAccess
 from engine.executors.step import DraftingStep, Mask, PassedStep, StepInThread
@@ -58,7 +58,7 @@ class DraftSource(Protocol):
         """Read what a step has computed beside its tokens, which are in `slots`. `noted`: the result of `note`."""
         ...
 
-    def may_pass(self, rows: Sequence[Row], policy: DraftPolicy | None) -> bool:
+    def may_pass(self, rows: Sequence[Row]) -> bool:
         """Return whether a step with these rows may run while the next one is launched, if `note` and `keep` are called
         for it in place of `read`."""
         ...
@@ -67,12 +67,14 @@ class DraftSource(Protocol):
         """Note what a step that was launched computes beside its tokens, before the next one overwrites it."""
         ...
 
-    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: Any) -> None:
+    def keep(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
+    ) -> None:
         """Keep what was noted of a step whose tokens are now in `slots`."""
         ...
 
-    def learn(self, gain_s: float, step_s: float) -> None:
-        """Learn how much time the drafts of a step have saved, and how long it took."""
+    def learn(self, judged: Sequence[Judged], policy: DraftPolicy, gain_s: float, step_s: float) -> None:
+        """Learn which drafts of a step were right, how much time they have saved, and how long it took."""
         ...
 
 
@@ -164,7 +166,7 @@ class DraftingExecutor:
     def launch(self, batch: Batch) -> Step:
         if self._computes and not batch.max_drafts and not any(row.token_ids[0] == PENDING for row in batch.rows):
             return StepInThread(self._thread, batch, self._pass_on)
-        if self._is_ahead and not batch.max_drafts and self._source.may_pass(batch.rows, self._policy):
+        if self._is_ahead and not batch.max_drafts and self._source.may_pass(batch.rows):
             return self._pass_ahead(batch)
         while self._passed:
             self._passed.popleft().result()
@@ -259,10 +261,12 @@ class DraftingExecutor:
         output, began = result
         self._append(rows, output, slots=slots)
         live = {slot: each for slot, each in slots.items() if self._slots[slot] is each}
-        self._source.keep(rows, live, noted)
+        self._source.keep(rows, live, self._policy, noted)
         now = time.perf_counter()
         if self._policy:
-            self._policy.rest(now - max(began, self._ended_s), rows)
+            seconds = now - max(began, self._ended_s)
+            self._policy.rest(seconds, rows)
+            self._source.learn((), self._policy, 0.0, seconds)
         self._ended_s = now
 
     def _begin(self, batch: Batch) -> None:
@@ -279,6 +283,7 @@ class DraftingExecutor:
         filled, drafts = self._fill_in(batch)
         launched = time.perf_counter()
         output, noted = self._output(filled, drafts, step)
+        gain, step_s = None, 0.0
         if self._policy:
             now = time.perf_counter()
             step_s, draft_s = now - launched, launched - began - self._source.invested_s
@@ -288,21 +293,18 @@ class DraftingExecutor:
             # On a device that runs ahead, drafts are usually computed in the time of the step, but not if the draft
             # model has to read many tokens before.
             is_usual = not (self._is_ahead and self._source.invested_s)
-            step.learn = partial(self._learn, self._policy, filled.rows, output, (step_s, draft_s), is_usual)
-        self._append(filled.rows, output, drafts)
+            gain = partial(self._policy.learn, filled.rows, output, (step_s, draft_s), is_usual=is_usual)
+        step.learn = partial(self._learn, self._append(filled.rows, output, drafts), gain, step_s)
         self._source.read(filled.rows, self._slots, self._policy, noted)
         return output._replace(num_drafts=sum(map(len, drafts.values())))
 
-    def _learn(
-        self,
-        policy: DraftPolicy,
-        rows: Sequence[Row],
-        output: StepOutput,
-        times_s: tuple[float, float],
-        is_usual: bool,
-    ) -> None:
-        """Let the policy and the source learn from a step."""
-        self._source.learn(policy.learn(rows, output, times_s, is_usual=is_usual), times_s[0])
+    def _learn(self, judged: Sequence[Judged], gain: Callable[[], float] | None, step_s: float) -> None:
+        """Count the drafts of a step, and let the policy and the source learn from it. `gain` returns the time that the
+        drafts have saved."""
+        for _, _, num_drafts, num_right in judged:
+            self.draft_counts.count(num_drafts, num_right)
+        if self._policy and gain:
+            self._source.learn(judged, self._policy, gain(), step_s)
 
     def _output(self, filled: Batch, drafts: dict[int, Sequence[int]], step: DraftingStep) -> tuple[StepOutput, Any]:
         """Return the output of the other executor, and what the source has noted of the step. Drafts that are still
@@ -344,13 +346,15 @@ class DraftingExecutor:
         output: StepOutput,
         drafts: Mapping[int, Sequence[int]] = MappingProxyType({}),
         slots: Mapping[int, DraftedSlot] | None = None,
-    ) -> None:
-        """Add the tokens of a step to those of its slots, and count the drafts of each slot and those accepted."""
+    ) -> list[Judged]:
+        """Add the tokens of a step to those of its slots. Return which drafts were right."""
         sampled, slots = iter(output.token_ids), self._slots if slots is None else slots
+        judged: list[Judged] = []
         for row in rows:
             if row.num_sampled:
                 for slot in (row.slot, *row.forks) if row.forks else (row.slot,):
                     token_ids = next(sampled)
                     slots[slot].token_ids += token_ids
                     if drafts and slot in drafts:
-                        self.draft_counts.count(len(drafts[slot]), len(token_ids) - 1)
+                        judged.append((slots[slot], slots[slot].level, len(drafts[slot]), len(token_ids) - 1))
+        return judged

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from engine.core.types import Arrival, Batch, Row
 from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafted_slot import DraftedSlot, Drafts
+from engine.executors.drafted_slot import DraftedSlot, Drafts, Judged
 from engine.executors.ngram import NgramDrafter
 from engine.executors.suffix import RecentAnswers, SuffixDrafter
 from engine.settings.config import Config
@@ -90,17 +90,19 @@ class LookupDrafts:
     ) -> None:
         """Do nothing: a lookup needs only tokens."""
 
-    def may_pass(self, rows: Sequence[Row], policy: DraftPolicy | None) -> bool:
+    def may_pass(self, rows: Sequence[Row]) -> bool:
         return True
 
     def note(self, rows: Sequence[Row]) -> None:
         """Do nothing, as in `read`."""
 
-    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: Any) -> None:
+    def keep(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
+    ) -> None:
         """Do nothing, as in `read`."""
 
-    def learn(self, gain_s: float, step_s: float) -> None:
-        """Do nothing: a lookup invests no time."""
+    def learn(self, judged: Sequence[Judged], policy: DraftPolicy, gain_s: float, step_s: float) -> None:
+        """Do nothing: a lookup invests no time, and all its drafts are judged, also those that no step has verified."""
 
     def _offer(self, row: Row, slot: DraftedSlot, max_drafts: int) -> Sequence[int]:
         """Return at most `max_drafts` tokens that may follow those of the filled row."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +13,7 @@ from engine.core.types import Batch, Row
 from engine.executors.draft_cache import DraftCache
 from engine.executors.draft_costs import DraftCosts
 from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafted_slot import DraftedSlot, Drafts
+from engine.executors.drafted_slot import DraftedSlot, Drafts, Judged
 
 NUM_LEVELS = 4  # of how often the drafts of a request were right lately
 SHORT = 16  # tokens that a row may lack in the draft model's cache and still be drafted for in the same step
@@ -102,7 +101,7 @@ class ModelDrafts:
         self.invested_s = 0.0
         if policy and not policy.wants_offers:
             return []
-        wishes = self._wishes(rows, slots, max_drafts, policy)
+        wishes = self._wishes(rows, slots, max_drafts)
         if wishes and policy:
             wishes = self._chosen(rows, slots, wishes, policy)
         may_begin = not any(slots[wish.slot].samples_by_tokens for wish in wishes)
@@ -126,28 +125,28 @@ class ModelDrafts:
     ) -> None:
         """Do nothing: the draft model needs only tokens, which it reads when it drafts."""
 
-    def may_pass(self, rows: Sequence[Row], policy: DraftPolicy | None) -> bool:
+    def may_pass(self, rows: Sequence[Row]) -> bool:
         return True
 
     def note(self, rows: Sequence[Row]) -> Any:
         """Do nothing, as in `read`."""
 
-    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: Any) -> None:
+    def keep(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
+    ) -> None:
         """Do nothing, as in `read`."""
 
-    def learn(self, gain_s: float, step_s: float) -> None:
+    def learn(self, judged: Sequence[Judged], policy: DraftPolicy, gain_s: float, step_s: float) -> None:
+        for slot, level, num_drafts, num_right in judged:
+            slot.record(policy.acceptance, level, num_right, min(num_right + 1, num_drafts))
         self._costs.repay(gain_s, step_s)
 
-    def _wishes(
-        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], max_drafts: int, policy: DraftPolicy | None
-    ) -> list[Wish]:
+    def _wishes(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], max_drafts: int) -> list[Wish]:
         """Return the rows that may have drafts, each with as many as it may have."""
         wishes = []
         for index, row in enumerate(rows):
             if row.max_drafts and max_drafts > 0:
                 slot = slots[row.slot]
-                if policy:
-                    slot.judge(policy.acceptance)
                 count = min(row.max_drafts, max_drafts, slot.max_len - 1 - row.start)
                 count = min(count, self._model.max_seq_len - len(slot.token_ids) + 1)
                 if count > 0:
@@ -162,7 +161,7 @@ class ModelDrafts:
         if any(len(row.token_ids) > row.num_sampled for row in rows):
             return []
         levels = [(_level(slots[wish.slot]), wish.num_drafts) for wish in wishes]
-        counts = policy.choose_for(rows, levels, partial(self._costs.run_s, len(wishes)))
+        counts = policy.choose_for(rows, levels)
         return [wish._replace(num_drafts=count) for wish, count in zip(wishes, counts, strict=True) if count]
 
     def _make(self, wishes: Sequence[Wish], step_s: float, may_begin: bool) -> list[tuple[Wish, list[int]]]:

@@ -57,8 +57,9 @@ class MtpDrafts(ModelDrafts):
 
     Position p of the layer reads the hidden state of token p and the token p + 1, and drafts token p + 2. The states of
     a step exist only until the next one, so they are kept until the layer reads them: when it drafts, or at the latest
-    when a slot has more than SHORT of them, as after a piece of a prompt. They are dropped instead while reading has
-    cost more than drafts have saved, and where there are too many of them while drafts do not pay. States that were
+    when a slot has more than SHORT of them, as after a piece of a prompt. While steps are launched ahead, they may be
+    half of those that the layer can keep. They are dropped instead while reading has cost more than drafts have saved.
+    States that were
     dropped or never seen, such as those of the last tokens of a cached prefix, are read as zeros; a request that lacks
     more than SHORT of them has no drafts.
     """
@@ -78,36 +79,24 @@ class MtpDrafts(ModelDrafts):
     def read(
         self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
     ) -> None:
-        self.keep(rows, slots, noted)
-        long = {slot: len(unread) for slot, unread in self._unread.items() if unread.end - unread.start > SHORT}
-        if not long:
-            return
-        step_s = (policy and policy.step_s(len(rows))) or float("inf")
-        if not self._costs.may_read(sum(long.values()), step_s):
-            for slot in long:
-                del self._unread[slot]
-            return
-        unread_rows = [self._all_but_last(slot, slots[slot].token_ids) for slot in long]
-        for piece in _pieces(unread_rows, self._model.chunk):
-            began = time.perf_counter()
-            self._model.run(piece, 0)
-            self._costs.observe(0, sum(len(row.token_ids) for row in piece), time.perf_counter() - began)
+        self._keep_all(rows, slots, noted)
+        token_ids = {slot: slots[slot].token_ids for slot in self._unread if slot in slots}
+        self._read_long(token_ids, SHORT, _step_s(rows, policy))
 
-    def may_pass(self, rows: Sequence[Row], policy: DraftPolicy | None) -> bool:
-        if not all(len(row.token_ids) == 1 and not row.forks for row in rows):
-            return False
-        room = self._model.num_kept - 2
-        full = [row.slot for row in rows if len(self._unread.get(row.slot, ())) >= room]
-        if full and policy and not policy.may_pay:
-            for slot in full:
-                del self._unread[slot]
-            return True
-        return not full
+    def may_pass(self, rows: Sequence[Row]) -> bool:
+        return all(len(row.token_ids) == 1 and not row.forks for row in rows)
 
     def note(self, rows: Sequence[Row]) -> np.ndarray:
         return self._model.step_states(rows)
 
-    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: np.ndarray) -> None:
+    def keep(
+        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: np.ndarray
+    ) -> None:
+        self._keep_all(rows, slots, noted)
+        token_ids = {slot: each.token_ids for slot, each in slots.items()}
+        self._read_long(token_ids, self._model.num_kept // 2, _step_s(rows, policy), waits=False)
+
+    def _keep_all(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: np.ndarray) -> None:
         first, noted = 0, noted.copy()
         for row in rows:
             end = first + len(row.token_ids)
@@ -156,14 +145,42 @@ class MtpDrafts(ModelDrafts):
         self._unread[slot] = Unread(start + len(states) - 1, states[-1:].copy())
         return row
 
+    def _read_long(
+        self, token_ids: Mapping[int, Sequence[int]], longest: int, step_s: float, *, waits: bool = True
+    ) -> None:
+        """Let the layer read the states of each slot that has more than `longest` of them, except the last one, from
+        which it drafts later. They are dropped instead while reading has cost more than drafts have saved.
+        `token_ids` are the known tokens of the slots. A device that runs ahead need not be waited for, except where
+        there are more than a run takes."""
+        long = [slot for slot in token_ids if len(self._unread.get(slot, ())) > longest]
+        if not self._costs.may_read(sum(len(self._unread[slot]) for slot in long), step_s):
+            for slot in long:
+                del self._unread[slot]
+            return
+        for piece in _pieces([self._all_but_last(slot, token_ids[slot]) for slot in long], self._model.chunk):
+            num_tokens, began = sum(len(row.token_ids) for row in piece), time.perf_counter()
+            if waits or not self._model.begin:
+                self._model.run(piece, 0)
+                self._costs.observe(0, num_tokens, time.perf_counter() - began)
+            else:
+                self._model.begin(piece, 0)
+                self.invested_s += self._costs.owe(num_tokens)
+            waits = True
+
     def _first_rows(self, wishes: Sequence[Wish], step_s: float) -> tuple[list[DraftRow], list[Wish]]:
-        rows = [self._row(wish.slot, wish.token_ids, len(wish.token_ids) - wish.prompt_len) for wish in wishes]
-        return rows, list(wishes)
+        self._read_long({wish.slot: wish.token_ids for wish in wishes}, SHORT, step_s, waits=False)
+        ready = [wish for wish in wishes if wish.slot in self._unread]
+        return [self._row(wish.slot, wish.token_ids, len(wish.token_ids) - wish.prompt_len) for wish in ready], ready
 
     def _next_row(self, wish: Wish, drafts: Sequence[int]) -> DraftRow:
         position = len(wish.token_ids) + len(drafts) - 2
         num_answered = position + 2 - wish.prompt_len
         return DraftRow(wish.slot, position, drafts[-1:], True, num_answered, self._model.drafted_states[wish.slot])
+
+
+def _step_s(rows: Sequence[Row], policy: DraftPolicy | None) -> float:
+    """Return the time of a step with these rows, infinity if it is not known."""
+    return (policy and policy.step_s(len(rows))) or float("inf")
 
 
 def _pieces(rows: Sequence[DraftRow], size: int) -> Iterator[list[DraftRow]]:

@@ -147,24 +147,26 @@ class FakeLayer(FakeModel):
         return np.arange(1, 1 + sum(len(row.token_ids) for row in rows), dtype=np.int32)
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_states_that_no_run_has_read_are_dropped_when_they_are_too_many_unless_drafts_may_pay(pays):
-    source, policy = MtpDrafts(FakeLayer([]), 100, "mtp"), DraftPolicy()
+@pytest.mark.parametrize("may_read", [True, False])
+def test_a_layer_reads_the_states_of_steps_that_are_launched_ahead_unless_reading_has_cost_too_much(may_read):
+    """It reads half of those that it can keep, in runs that are not waited for, and drafts from the last one."""
+    events, policy = [], DraftPolicy()
+    source = MtpDrafts(FakeLayer(events), 100, "mtp")
     source.allocate(16)
+    policy.is_ahead = True
+    for seconds in (0.01, 0.01, 0.01):
+        policy._observe_base(policy._times_of(1), seconds)
+    source._costs.observe(0, 16, 0.016 if may_read else 10.0)
     slot = DraftedSlot([3], 1, 60)
-    policy._ratio = 1.01 if pays else 0.99
-    num_passed = 0
     for start in range(40):
         rows = [Row(0, start, [5], [range(16)] if not start else ())]
-        if not source.may_pass(rows, policy):
-            break
+        assert source.may_pass(rows)
         source.begin(Batch(rows), {})
-        num_passed += 1
         slot.token_ids.append(5)
-        source.keep(rows, {0: slot}, source.note(rows))
-    assert num_passed == (FakeLayer.num_kept - 2 if pays else 40)
-    wanting = [Row(0, num_passed, [5], (), max_drafts=3)]
-    assert bool(source.drafts(wanting, {0: slot}, 3, None)) is pays
+        source.keep(rows, {0: slot}, policy, source.note(rows))
+    assert events == ["begin"] * (3 if may_read else 0)
+    wanting = [Row(0, 40, [5], (), max_drafts=3)]
+    assert bool(source.drafts(wanting, {0: slot}, 3, None)) is may_read
 
 
 @pytest.mark.parametrize(("prompt_len", "is_usual"), [(15, True), (20, False)])
@@ -174,7 +176,7 @@ def test_a_step_before_which_the_draft_model_has_read_a_prompt_is_not_usual(prom
     for _ in range(6):
         policy.rest(0.01, [Row(0, 0, [5], ())])
     policy.learn = lambda rows, output, times_s, is_usual: given.append(is_usual) or 0.0
-    policy.choose_for = lambda rows, offers, draft_s: [3]
+    policy.choose_for = lambda rows, offers: [3]
     policy._balance_s = 1.0
     source = ModelDrafts(FakeModel([]), 100)
     executor = DraftingExecutor(FakeExecutor([]), 3, source, policy)

@@ -230,9 +230,7 @@ class Ahead(CountingExecutor):
         return super().launch(batch)
 
 
-@pytest.mark.parametrize(
-    "may_pass", [lambda rows, _: True, lambda rows, _: all(len(row.token_ids) == 1 for row in rows)]
-)
+@pytest.mark.parametrize("may_pass", [lambda rows: True, lambda rows: all(len(row.token_ids) == 1 for row in rows)])
 def test_steps_of_a_rest_overlap_on_an_executor_that_runs_ahead(may_pass):
     """Some of them may be followed by those of other requests in the same slots before their tokens are known."""
     config, executor, policy = Config(batch_size=3, max_num_batched_tokens=32), Ahead(), Restless(0.7)
