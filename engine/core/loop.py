@@ -135,13 +135,13 @@ class EngineLoop:
     def step(self) -> list[Update]:
         """Wait for the running step, launch the next one and return the updates of the first, which can be sent while
         the second runs. If the executor and the scheduler can run ahead, launch before waiting."""
-        if self._steps and self.executor.runs_ahead and self.scheduler.may_run_ahead():
+        runs_ahead = bool(self._steps) and self.executor.runs_ahead and self.scheduler.may_run_ahead()
+        if runs_ahead:
+            self._poll()  # not after waiting, because the updates would wait for it
             self._launch()
         updates = self._collect() if self._steps else []
-        if self.remote:
-            self.remote.poll()
-        if self.jobs:
-            self.jobs.poll()
+        if not runs_ahead:
+            self._poll()
         if self._grammars and self._grammars.is_busy:
             self._grammars.poll()
         if self._compiling:
@@ -159,6 +159,13 @@ class EngineLoop:
         self._beams.add(request, replay)
         if self.remote:
             self.remote.consider(request)
+
+    def _poll(self) -> None:
+        """Note what has become of the prompts that other instances compute, or that are computed for them."""
+        if self.remote:
+            self.remote.poll()
+        if self.jobs:
+            self.jobs.poll()
 
     def _wait(self) -> None:
         """Wait for what the requests wait for: grammars, or blocks that are pulled or leased."""

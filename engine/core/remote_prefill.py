@@ -195,11 +195,11 @@ class RemotePrefill:
         self._publish(pull, pull.published)  # again: another block that had the same key may have been evicted
         keys, num_cached = self._scheduler.longest_prefix(pull.request)
         pull.request.num_pulled = max(0, num_cached - pull.num_cached)
-        has_all = all(key in pool for key in keys)
-        self.counters.num_remote_prefill_failures += not has_all
+        has_all, is_wanted = all(key in pool for key in keys), self._waits(pull.request)
+        self.counters.num_remote_prefill_failures += is_wanted and not has_all
         self._admit(pull.request)
         self._pulled[pull.request] = pull
-        if not has_all or not self._waits(pull.request):
+        if not has_all or not is_wanted:
             self._release(pull)
 
     def _release(self, pull: Pull) -> None:

@@ -74,7 +74,9 @@ def make_draft_source(
         from engine.executors.cuda.executor import CudaExecutor
         from engine.executors.ranks import RanksExecutor
 
-        first = executor.first if isinstance(executor, RanksExecutor) else executor
+        first = executor
+        while isinstance(first, RanksExecutor):  # of several hosts, the first has several ranks
+            first = first.first
         assert isinstance(first, CudaExecutor)
         model: DraftModel = CudaDraftModel.load(draft_dir, first, config, sizes)
     else:

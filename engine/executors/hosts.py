@@ -28,9 +28,15 @@ from engine.executors.step import Mask
 from engine.exporting.files import CONFIG, MANIFEST, model_hash
 from engine.ops.cpu import group
 from engine.settings.config import Config
+from engine.settings.device import GPU
 
 log = logging.getLogger(__name__)
 
+# Settings by which every GPU rank finds the sizes of what it allocates and captures, which must be equal.
+OF_GPU_RANKS = [
+    *("MAX_NUM_BATCHED_TOKENS", "USE_CUDAGRAPH", "CUDAGRAPH_CAPTURE_SIZES", "SWAP_SPACE", "EXPERTS_ON_HOST"),
+    *("SPECULATE_METHOD", "SPECULATE_MAX_DRAFT_TOKEN_NUM", "MAX_LORAS", "MAX_LORA_RANK"),
+]
 NOTICED_S = group.SILENCE_S / 3 + 1  # seconds until every host has detected that another one ended
 Tell = Callable[[str], None]
 
@@ -50,6 +56,12 @@ class HostsExecutor(RanksExecutor):
     def _draft(self, method: str, argument: Any, call_first: Callable[[], Any]) -> Any:
         with noticed_first():
             return super()._draft(method, argument, call_first)
+
+    @contextlib.contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Close the connections to the other hosts after a lost one had time to be detected through them."""
+        with super()._all_or_none(), noticed_first():
+            yield
 
 
 class StepOfHosts:
@@ -99,8 +111,14 @@ def follow(graph_dir: Path, config: Config, tell: Tell) -> NoReturn:
 def facts(graph_dir: Path, config: Config) -> dict[str, Any]:
     """Return the settings that must be equal on all hosts, by names that error messages can show."""
     names = ",".join(config.machines.ips)
-    settings = {"MP_NUM": config.mp_num, "POD_IPS": names, "BATCH_SIZE": config.batch_size}
-    return {**settings, f"the hash of {MANIFEST} and {CONFIG}": model_hash(graph_dir)}
+    equal = {"MP_NUM": config.mp_num, "POD_IPS": names, "BATCH_SIZE": config.batch_size, "DEVICE": config.device}
+    equal[f"the hash of {MANIFEST} and {CONFIG}"] = model_hash(graph_dir)
+    if config.device != GPU:
+        return equal
+    import torch
+
+    equal["the version of NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
+    return equal | {name: getattr(config, name.lower()) for name in OF_GPU_RANKS}
 
 
 def end_with(connection: Connection, ip: str) -> None:

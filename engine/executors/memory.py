@@ -51,9 +51,11 @@ def check_host_memory(config: Config) -> None:
         wanted = getattr(config, name.lower())
         if wanted and config.device != GPU:
             raise ConfigError(f"{name} is {wanted:g}, but on the CPU {reason}")
-        if wanted > free:
-            raise ConfigError(f"{name} is {wanted:g} GiB, the host has {free:.1f} GiB free")
-        free -= wanted
+        own = wanted / config.machines.num_hosts
+        if own > free:
+            share = "" if own == wanted else f", of which {own:g} on each of {config.machines.num_hosts} hosts"
+            raise ConfigError(f"{name} is {wanted:g} GiB{share}, the host has {free:.1f} GiB free")
+        free -= own
 
 
 def run_longest_step(executor: Executor, config: Config, model_len: int, num_blocks: int) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from multiprocessing.connection import Connection
 
 from engine.errors import SetupError
 from engine.executors import make_rank
+from engine.executors.hosts import NOTICED_S
 from engine.executors.rank_blocks import serve_blocks
 from engine.executors.ranks import die_with_parent, end_with, pack, serve
 from engine.log import configure
@@ -34,6 +36,8 @@ def main() -> int:
     except Exception as error:
         log.error("%s", error, exc_info=not isinstance(error, SetupError))
         logging.shutdown()
+        if membership.num_hosts > 1:
+            time.sleep(NOTICED_S)  # The first rank notices a lost host, which may be the cause, before our end.
         os._exit(1)  # An orderly exit may wait for a GPU kernel that waits for other ranks.
     return 0
 

@@ -84,17 +84,20 @@ def take_gpus(config: Config) -> None:
 
 
 def check_gpus(config: Config) -> None:
-    """Raise ConfigError unless each rank can have its own GPU in this machine."""
+    """Raise ConfigError unless each rank of this machine can have its own GPU."""
     import torch
 
-    if config.mp_nnode > 1:
-        raise ConfigError(f"MP_NNODE is {config.mp_nnode}; with DEVICE=gpu it must be 1, or set DEVICE=cpu")
+    machines = config.machines
+    count, where, whose = len(machines.ranks), f"MP_NUM is {config.mp_num}", "each rank"
+    if machines.num_hosts > 1:
+        where += f" and MP_NNODE {machines.num_hosts}"
+        whose = f"each of the {count} ranks on {machines.ips[machines.host]}"
     if config.mp_num > 1 and config.batch_invariant:
         raise ConfigError(f"BATCH_INVARIANT is 1 and MP_NUM {config.mp_num}; on GPUs only one rank keeps that promise")
-    if config.mp_num > torch.cuda.device_count():
+    if count > torch.cuda.device_count():
         raise ConfigError(
-            f"MP_NUM is {config.mp_num}, each rank needs a GPU of its own and torch sees {torch.cuda.device_count()}"
+            f"{where}, {whose} needs a GPU of its own and torch sees {torch.cuda.device_count()}"
             " (CUDA_VISIBLE_DEVICES says which those may be)"
         )
-    if trouble := next(filter(None, map(_too_old, range(config.mp_num))), ""):
-        raise ConfigError(f"MP_NUM is {config.mp_num}, but {trouble}; CUDA_VISIBLE_DEVICES leaves it out")
+    if trouble := next(filter(None, map(_too_old, range(count))), ""):
+        raise ConfigError(f"{where}, but {trouble}; CUDA_VISIBLE_DEVICES leaves it out")

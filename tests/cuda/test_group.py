@@ -1,5 +1,6 @@
 """All-reduce, all-gather and broadcast among ranks, for few rows and for many."""
 
+import itertools
 import multiprocessing
 import os
 import time
@@ -17,6 +18,7 @@ from engine.ops.cpu.group import Membership  # noqa: E402
 from engine.ops.cuda import group, norms  # noqa: E402
 from engine.ops.cuda.one_shot_all_reduce import CAPACITY, MAX_PROGRAMS  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
+from tests.pure.ranks import tcp_pair  # noqa: E402
 
 PATIENCE_S = 60
 DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.bfloat16]
@@ -24,13 +26,18 @@ MANY_ROWS = MAX_PROGRAMS + 1  # more than the one-shot all-reduce takes
 SHAPES = [(1, 64), (3, 4096), (5, 66), (MANY_ROWS, 8), (2, 2 * CAPACITY + 2)]
 
 
-def on_ranks(num_ranks, body, *args):
-    """Return the results of body(rank, device, *args) on each rank, in processes of their own."""
-    context = multiprocessing.get_context("spawn")
-    shared_memory_fd, processes, results = os.memfd_create("rendezvous"), [], []
+def on_ranks(num_ranks, body, *args, num_hosts=1):
+    """Return the results of body(rank, device, *args) on each rank, in processes of their own. Hosts are those of
+    `Membership`; all of them are this machine."""
+    context, size = multiprocessing.get_context("spawn"), num_ranks // num_hosts
+    fds, processes, results = [os.memfd_create("rendezvous") for _ in range(num_hosts)], [], []
+    of_master = [tcp_pair() for _ in range(num_hosts - 1)]  # hosts use no other connections
     for rank in range(num_ranks):
         result, theirs = context.Pipe(duplex=False)
-        place = (rank, num_ranks, reduction.DupFd(shared_memory_fd))
+        host, peers = rank // size, ()
+        if rank % size == 0 and num_hosts > 1:
+            peers = [ours for ours, _ in of_master] if host == 0 else [of_master[host - 1][1]] * (num_hosts - 1)
+        place = (rank, num_ranks, reduction.DupFd(fds[host]), num_hosts, tuple(peers))
         processes.append(context.Process(target=_run, args=(place, body, args, theirs)))
         processes[-1].start()
         theirs.close()
@@ -41,16 +48,19 @@ def on_ranks(num_ranks, body, *args):
         for process in processes:
             process.kill()
             process.join()
-        os.close(shared_memory_fd)
+        for fd in fds:
+            os.close(fd)
+        for end in itertools.chain(*of_master):
+            end.close()
 
 
 def _run(place, body, args, result):
-    rank, num_ranks, shared = place
+    rank, num_ranks, shared, *hosts = place
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        group.join(Membership(rank, num_ranks, shared.detach()), device)
+        group.join(Membership(rank, num_ranks, shared.detach(), *hosts), device)
         answer = body(rank, device, *args)
         group.leave()
     except Exception:
@@ -93,8 +103,18 @@ def sums(rank, device, num_turns):
 
 
 def test_a_sum_is_that_of_all_ranks_with_the_same_bits_on_each(num_ranks):
+    check_sums(num_ranks, 1)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_hosts"), [(2, 2), (4, 2), (3, 3)], indirect=["num_ranks"])
+def test_a_sum_is_that_of_all_hosts_with_the_same_bits_on_each_rank(num_ranks, num_hosts):
+    """A row with more words than a program of the one-shot all-reduce sends is summed by NCCL alone."""
+    check_sums(num_ranks, num_hosts)
+
+
+def check_sums(num_ranks, num_hosts):
     num_turns = 3 if IS_INTERPRETED else 200  # a set of buffers is used again after two calls
-    answers = on_ranks(num_ranks, sums, num_turns)
+    answers = on_ranks(num_ranks, sums, num_turns, num_hosts=num_hosts)
     cases = [(turn, shape, dtype) for turn in range(num_turns) for shape in SHAPES for dtype in DTYPES]
     for (turn, shape, dtype), found in zip(cases, zip(*answers, strict=True), strict=True):
         expected = sum(of_rank(rank, turn, shape, dtype).float() for rank in range(num_ranks)).numpy()
@@ -114,8 +134,9 @@ def normed(rank, device):
     return found
 
 
-def test_a_sum_and_its_norm_are_the_same_together_and_apart(num_ranks):
-    for per_rank in on_ranks(num_ranks, normed):
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_sum_and_its_norm_are_the_same_together_and_apart(num_ranks, num_hosts):
+    for per_rank in on_ranks(num_ranks, normed, num_hosts=num_hosts):
         for y, residual, expected_y, expected_residual in per_rank:
             np.testing.assert_allclose(y, expected_y, atol=2e-2 if len(DTYPES) > 1 else 1e-5, rtol=1e-2)
             np.testing.assert_allclose(residual, expected_residual, atol=2e-2 if len(DTYPES) > 1 else 1e-5, rtol=1e-2)
@@ -132,8 +153,9 @@ def gathered(rank, device):
     return [(each.is_contiguous(), each.cpu().numpy()) for each in found]
 
 
-def test_shares_are_put_side_by_side_and_cut_off(two_devices):
-    for answer in on_ranks(2, gathered):
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_shares_are_put_side_by_side_and_cut_off(two_devices, num_hosts):
+    for answer in on_ranks(2, gathered, num_hosts=num_hosts):
         for (rows, own, width), (is_contiguous, found) in zip(GATHERED, answer, strict=True):
             shares = [of_rank(rank, 0, (rows, own), torch.float32).numpy() for rank in range(2)]
             assert is_contiguous
@@ -146,8 +168,9 @@ def firsts(rank, device):
     return [group.broadcast(each).cpu().numpy() for each in numbers]
 
 
-def test_every_rank_has_the_numbers_of_the_first(two_devices):
-    for answer in on_ranks(2, firsts):
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_every_rank_has_the_numbers_of_the_first(two_devices, num_hosts):
+    for answer in on_ranks(2, firsts, num_hosts=num_hosts):
         for found in answer:
             np.testing.assert_array_equal(found, np.arange(len(found)))
 
@@ -174,6 +197,7 @@ def graphed(rank, device):
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter has no CUDA graphs")
-def test_sums_are_part_of_cuda_graphs(two_devices):
-    for answer in on_ranks(2, graphed):
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_sums_are_part_of_cuda_graphs(two_devices, num_hosts):
+    for answer in on_ranks(2, graphed, num_hosts=num_hosts):
         assert answer == [[3.0 * turn] * 4 + [2.0 * turn] for turn in range(20)]

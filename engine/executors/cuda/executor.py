@@ -96,7 +96,7 @@ class CudaExecutor:
         model = Manifest.read(graph_dir)
         max_blocks = -(-model.max_seq_len // model.block_size)
         self._membership = membership or Membership.alone()
-        self.device = self._device = _device(device, self._membership.rank)
+        self.device = self._device = _device(device, self._membership)
         self._compiler = KernelCompiler(self._device, report) if self._device.type == "cuda" else None
         self._config = config
         self._vocab_size = model.vocab_size
@@ -402,12 +402,14 @@ class CudaStep:
         return output._replace(prompt_outputs=self._prompt_outputs.result()) if self._prompt_outputs else output
 
 
-def _device(kind: str, rank: int) -> torch.device:
-    """Return the device of the rank. A GPU becomes the current device."""
+def _device(kind: str, membership: Membership) -> torch.device:
+    """Return the device of the rank: the GPU that has the number of its place on this host. It becomes the current
+    device."""
     if (kind or "cuda") != "cuda" or not torch.cuda.is_available():
         return torch.device(kind or "cpu")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    device = torch.device("cuda", membership.rank % membership.ranks_per_host)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _mark_pending(batch: Batch, inputs: dict[str, np.ndarray]) -> None:

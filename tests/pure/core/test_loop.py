@@ -1,5 +1,7 @@
 """The loop over scheduler and executor, and what it counts."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from engine.core.limits import PrefillLimits
@@ -186,6 +188,22 @@ def test_an_executor_that_runs_ahead_always_has_a_step_more():
         turns.append((tokens, loop.executor.num_running))
     assert turns == [([], 1), ([[11]], 1), ([[12]], 1), ([[13]], 1), ([[14]], 0)]
     assert len(loop.executor.batches) == 4  # none for what lies beyond the end
+
+
+def test_updates_do_not_wait_for_what_has_become_of_remote_prompts():
+    """A poll may take as long as hashing a long prompt, which the device computes meanwhile."""
+    loop, order = a_loop(), []
+    loop.executor.runs_ahead = True
+    finish, launch = loop.executor.finish, loop.executor.launch
+    loop.executor.finish = lambda: (order.append("result"), finish())
+    loop.executor.launch = lambda batch: order.append("launch") or launch(batch)
+    loop.jobs = SimpleNamespace(poll=lambda: order.append("poll"), take=lambda updates: updates, num_open=0)
+    loop.add(a_request([10], 4))
+    loop.step()
+    for _ in range(3):
+        order.clear()
+        assert loop.step()
+        assert order == ["poll", "launch", "result"]
 
 
 def test_a_step_grows_older_while_its_result_is_awaited():

@@ -7,14 +7,17 @@ import os
 import socket
 import threading
 from concurrent.futures import Future
+from multiprocessing.connection import Pipe
 
 import pytest
 
+from engine.core.types import Batch
 from engine.errors import HostLost, SetupError
 from engine.executors import hosts, rendezvous
 from engine.executors.ranks import pack, unpack
 from engine.settings.machines import Machines
 from tests.patience import PATIENCE_S, wait_until
+from tests.pure.counting_executor import CountingExecutor
 from tests.server import free_ports
 
 FACTS = {"MP_NUM": 4, "BATCH_SIZE": 50}
@@ -188,6 +191,22 @@ def test_a_connection_of_an_earlier_rendezvous_is_not_taken(monkeypatch):
             assert is_closed(sums)
         with pytest.raises(HostLost, match="127.0.0.2 has ended or cannot be reached"):
             master.result(PATIENCE_S)
+
+
+def test_connections_to_other_hosts_stay_open_until_a_lost_one_is_noticed(monkeypatch):
+    """A step may fail because of it; the watch over a connection that was closed here does not end the process."""
+    (near, far), closed = Pipe(), []
+    monkeypatch.setattr(hosts.time, "sleep", lambda seconds: closed.append((seconds, near.closed)))
+
+    class Failing(CountingExecutor):
+        def launch(self, batch):
+            raise ValueError("the other host has gone")
+
+    with pytest.raises(ValueError, match="the other host has gone"):
+        hosts.HostsExecutor(Failing(), [near]).launch(Batch([]))
+    assert closed[0] == (hosts.NOTICED_S, False)
+    assert near.closed
+    far.close()
 
 
 def test_the_watch_over_a_host_ends_with_our_own_end_of_the_connection(monkeypatch):

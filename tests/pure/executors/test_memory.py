@@ -138,6 +138,11 @@ def test_what_does_not_fit_on_a_gpu_names_its_setting(settings, message):
         ("cpu", {}, None),
         ("cpu", {"experts_on_host": 4}, "EXPERTS_ON_HOST is 4, but on the CPU all weights are in the host's memory"),
         ("gpu", {"swap_space": 0.01, "experts_on_host": 1e6}, r"EXPERTS_ON_HOST is 1e\+06 GiB, the host has [0-9.]+ G"),
+        (
+            "gpu",
+            {"swap_space": 1e6, "mp_num": 2, "mp_nnode": 2, "pod_ips": "127.0.0.1,10.0.0.2"},
+            r"SWAP_SPACE is 1e\+06 GiB, of which 500000 on each of 2 hosts, the host has [0-9.]+ GiB free",
+        ),
     ],
 )
 def test_host_memory_is_for_gpus_and_no_more_than_the_host_has(device, settings, message):

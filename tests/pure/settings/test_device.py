@@ -76,7 +76,7 @@ def test_with_a_gpu_auto_takes_it_and_cpu_does_not(machine):
     assert [with_device(Config(device=each)).device for each in ("auto", "gpu", "cpu")] == ["gpu", "gpu", "cpu"]
 
 
-def test_more_ranks_than_gpus_and_gpus_of_several_machines_are_refused(machine, exported):
+def test_more_ranks_than_gpus_are_refused_and_a_machine_counts_its_own(machine, exported):
     graph_dir = exported("qwen2", num_ranks=4)
     machine("torch", "triton", num_gpus=3)
     with pytest.raises(ConfigError, match="MP_NUM is 4, each rank needs a GPU of its own and torch sees 3"):
@@ -85,8 +85,11 @@ def test_more_ranks_than_gpus_and_gpus_of_several_machines_are_refused(machine, 
         ConfigError, match="BATCH_INVARIANT is 1 and MP_NUM 2; on GPUs only one rank keeps that promise"
     ):
         device.check_gpus(Config(mp_num=2, batch_invariant=True))
-    with pytest.raises(ConfigError, match="MP_NNODE is 2; with DEVICE=gpu it must be 1"):
-        device.check_gpus(Config(mp_num=2, mp_nnode=2))
+    second = {"mp_nnode": 2, "pod_ips": "10.0.0.1,10.0.0.2", "host_ip": "10.0.0.2"}
+    device.check_gpus(Config(mp_num=6, **second))
+    message = "MP_NUM is 8 and MP_NNODE 2, each of the 4 ranks on 10.0.0.2 needs a GPU of its own and torch sees 3"
+    with pytest.raises(ConfigError, match=message):
+        device.check_gpus(Config(mp_num=8, **second))
 
 
 @pytest.mark.parametrize(("listed", "expected"), [("", "2,3"), ("7,1,GPU-a,4,5", "GPU-a,4")])

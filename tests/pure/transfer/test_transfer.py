@@ -228,6 +228,8 @@ def test_a_dropped_request_releases_its_blocks_on_both_sides(graph_dir):
         pair.turn()
     pair.decode.drop("0")
     pair.run()
+    counters = pair.decode.remote.counters
+    assert (counters.num_remote_prefills, counters.num_remote_prefill_failures) == (1, 0)
     assert [each.scheduler.pool.num_held for each in (pair.prefill, pair.decode)] == [0, 0]
 
 
