@@ -206,6 +206,7 @@ def check_settings(graph_dir: Path) -> None:
     from engine.executors import check_num_ranks
     from engine.executors.memory import check_host_memory
     from engine.exporting.manifest import Manifest
+    from engine.images.reader import processor_of
     from engine.settings.device import GPU, with_device
 
     config, manifest = Config.from_env(), Manifest.read(graph_dir)
@@ -214,6 +215,7 @@ def check_settings(graph_dir: Path) -> None:
     if (config.swap_space or config.experts_on_host) and (found := with_device(config)).device != GPU:
         check_host_memory(found)
     check_num_ranks(graph_dir, manifest, config)
+    processor_of(config, graph_dir)
     if config.lora_modules:
         from engine.models.adapters import AdapterError
         from engine.serving.lora_registry import LoraRegistry

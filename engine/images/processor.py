@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.models.keys import ModelError, an_object, read_json, whole_number
+from engine.models.keys import ModelError, an_object, number, read_json, whole_number
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -103,7 +103,10 @@ class ImageProcessor:
             std=tuple(given.get("image_std", CLIP_STD)),
             enlarges_small=model_type == "paddleocr_vl",
         )
-        return made.with_limits()
+        try:
+            return made.with_limits()
+        except ImageError as error:
+            raise ModelError(f"preprocessor_config.json: {error}") from None
 
     def with_limits(self, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessor:
         """Return the processor with other limits of the resized image's pixels. Raises ImageError if no image could
@@ -197,8 +200,9 @@ def _check(given: Mapping[str, Any]) -> None:
     for name, value in expected.items():
         if given.get(name, value) != value:
             raise ModelError(f"preprocessor_config.json: {name} is {given[name]!r}, supported is {value!r}")
-    if abs(given.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
+    if abs(number(given, "rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
         raise ModelError(f"preprocessor_config.json: rescale_factor is {given['rescale_factor']!r}, supported is 1/255")
     for name in ("image_mean", "image_std"):
-        if name in given and (not isinstance(given[name], list) or len(given[name]) != 3):
+        values = given.get(name, [1, 1, 1])
+        if not isinstance(values, list) or [type(value) in (int, float) for value in values] != [True] * 3:
             raise ModelError(f"preprocessor_config.json: {name} is {given[name]!r}, it must be three numbers")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
-from engine.errors import InvalidRequest, literally
+from engine.errors import ConfigError, InvalidRequest, literally
 from engine.images.fetch import ImageDownloader
 from engine.images.pool import ImageWorkerPool, PreparedImage
 from engine.images.processor import CONFIG, ImageError, ImageProcessor
@@ -32,8 +32,13 @@ Limits = tuple[int | None, int | None]
 
 
 def processor_of(config: Config, directory: Path) -> ImageProcessor | None:
-    """Return the processor of the model in `directory`, or None if it reads no images. Raises ModelError."""
-    return ImageProcessor.read(directory) if config.enable_mm and (directory / CONFIG).is_file() else None
+    """Return the processor of the model in `directory` with the limits of the settings, or None if it reads no images.
+    Raises ModelError, and ConfigError if no image could have these limits."""
+    processor = ImageProcessor.read(directory) if config.enable_mm and (directory / CONFIG).is_file() else None
+    try:
+        return processor and processor.with_limits(*config.image_pixels)
+    except ImageError as error:
+        raise ConfigError(f"MM_PROCESSOR_KWARGS does not fit the model: {error}") from None
 
 
 class ImageReader:
@@ -52,7 +57,6 @@ class ImageReader:
         processor = processor_of(config, directory)
         if processor is None:
             return None
-        processor = processor.with_limits(*config.image_pixels)
         memory_bytes = BYTES_PER_PIXEL * config.max_image_pixels + EXTRA_BYTES
         setup = ImageSetup(str(directory.absolute()), config.max_image_pixels, memory_bytes, TIMEOUT_S)
         downloader = ImageDownloader(config.media_domains, config.max_body_bytes) if config.media_domains else None

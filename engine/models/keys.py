@@ -10,7 +10,8 @@ from typing import Any
 from engine.errors import SetupError
 
 MAX_COUNT, MAX_WIDTH, MAX_NUMBER = 4096, 2**20, 2**31 - 1
-COUNTS = (  # of layers, heads and experts, of which the network has an object each
+MIN_FLOAT, MAX_FLOAT = 1e-15, 1e15  # products and squares of numbers between them are numbers of float32, too
+COUNTS = (  # of layers, heads and experts, of which the network has an object each, and sides of patches
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
@@ -22,6 +23,12 @@ COUNTS = (  # of layers, heads and experts, of which the network has an object e
     "moe_num_shared_experts",
     "linear_num_key_heads",
     "linear_num_value_heads",
+    "depth",
+    "num_heads",
+    "patch_size",
+    "temporal_patch_size",
+    "spatial_merge_size",
+    "merge_size",
 )
 WIDTHS = ("hidden_size", "intermediate_size", "_dim", "_rank")  # ends of the names of widths of matrices
 
@@ -74,7 +81,7 @@ def whole_number(keys: Mapping[str, Any], name: str, default: int | None = None,
 
 
 def number(keys: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """Return a key's value, a positive number. The default replaces a missing key or null.
+    """Return a key's value, a number from MIN_FLOAT to MAX_FLOAT. The default replaces a missing key or null.
 
     Raises ModelError for other values, and for a missing key without a default.
     """
@@ -85,6 +92,8 @@ def number(keys: Mapping[str, Any], name: str, default: float | None = None) -> 
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ModelError(f"config.json: {name} is {value!r}, it must be a positive number")
+    if not MIN_FLOAT <= value <= MAX_FLOAT:
+        raise ModelError(f"config.json: {name} is {value!r:.40}, it must be from {MIN_FLOAT:g} to {MAX_FLOAT:g}")
     return float(value)
 
 

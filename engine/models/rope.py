@@ -84,7 +84,11 @@ def _read(keys: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, ma
         "theta": theta,
         "max_position_embeddings": max_position_embeddings,
     }
-    return replace(ROPE_TYPES[rope_type](inv_freq, scaling), axes=_axes(scaling, len(inv_freq)))
+    try:
+        rope = ROPE_TYPES[rope_type](inv_freq, scaling)
+    except (ArithmeticError, ValueError) as error:  # such as the logarithm of a length of 1, by which YaRN divides
+        raise ModelError(f"config.json: rope_type {rope_type!r} is not possible with {scaling}: {error}") from None
+    return replace(rope, axes=_axes(scaling, len(inv_freq)))
 
 
 def _axes(scaling: Mapping[str, Any], num_angles: int) -> np.ndarray | None:

@@ -75,7 +75,10 @@ def test_a_content_hash_is_of_pixels_size_and_settings_but_not_of_limits():
         ({"resample": 2}, "resample is 2, supported is 3"),
         ({"rescale_factor": 1.0}, "rescale_factor is 1.0, supported is 1/255"),
         ({"image_std": [1.0]}, "image_std is .1.0., it must be three numbers"),
+        ({"image_mean": [1, 2, "x"]}, "image_mean is .1, 2, 'x'., it must be three numbers"),
+        ({"rescale_factor": "x"}, "rescale_factor is 'x', it must be a positive number"),
         ({"patch_size": 0}, "patch_size is 0, it must be a positive whole number"),
+        ({"max_pixels": 1000}, "preprocessor_config.json: min_pixels is 3136 and max_pixels is 1000: max_pixels must"),
     ],
 )
 def test_settings_that_are_not_supported_are_named(own, message):

@@ -12,6 +12,7 @@ from engine.models.vision_inputs import tower_inputs
 from engine.models.weights import Shard
 from tests.family_checkpoints import config_of
 
+COUNTS = ("depth", "num_heads", "patch_size", "temporal_patch_size", "spatial_merge_size")
 SHARD = Shard(FLOAT32, "float32", block_size=64)
 TEXT, TOWER = "model.language_model.embed_tokens.weight", "model.visual.pos_embed.weight"
 
@@ -70,6 +71,7 @@ def test_the_layer_that_drafts_reads_text_alone():
         ("qwen3_vl", {"num_position_embeddings": 26}, "num_position_embeddings is 26, it must be a square"),
         ("qwen3_vl", {"hidden_act": "silu"}, "hidden_act is 'silu', supported is 'gelu_pytorch_tanh'"),
         ("qwen3_vl", {"out_hidden_size": 60}, "out_hidden_size is 60, supported is 64"),
+        *(("qwen2_5_vl", {key: 4097}, f"{key} is 4097, it must be at most 4096") for key in COUNTS),
     ],
 )
 def test_towers_that_are_not_built_are_refused(family, vision, message):

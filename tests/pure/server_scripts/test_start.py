@@ -179,6 +179,12 @@ def test_a_setting_that_the_model_cannot_follow_is_named(exported, checkpoint, t
         model_source.check_settings(graph_dir)
 
 
+def test_limits_of_pixels_that_the_model_cannot_keep_are_named(exported, monkeypatch):
+    monkeypatch.setenv("MM_PROCESSOR_KWARGS", '{"max_pixels": 100}')
+    with pytest.raises(ConfigError, match="MM_PROCESSOR_KWARGS does not fit the model: min_pixels is .* is 100: max_"):
+        model_source.check_settings(exported("qwen2_5_vl"))
+
+
 @pytest.mark.parametrize(
     ("env", "trouble"),
     [
