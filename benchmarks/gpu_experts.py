@@ -1,7 +1,9 @@
 """Time of the products of a few tokens with their experts on one GPU: `python -m benchmarks.gpu_experts`.
 
-Each case is a CUDA graph of layers with matrices of their own, together more than 100 MB, so that none is in the L2
-cache. The limit is the time to read the matrices of the experts that are hit at the memory bandwidth.
+Each case is a CUDA graph of layers with routers of their own, which choose experts of the same matrices. There are so
+many layers that few of the matrices that one reads are in the L2 cache. The time of a layer includes its router. The
+limit is the time to read the matrices of the experts that are hit at the memory bandwidth. --kernels shows what each
+kernel adds to the time of a layer.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu import bandwidth
+from benchmarks.gpu import bandwidth, busy_share
 from benchmarks.gpu_times import microseconds
 from engine.models.quantize import to_int4
 from engine.ops import cuda
-from engine.ops.cuda import lowbit
+from engine.ops.cuda import fp8, lowbit
 
-LEAST_BYTES = 100e6  # of the matrices of all layers
-BITS = {"dense": 16, "int4": 4.25}
+LEAST_BYTES = 400e6  # that all layers read
+BITS = {"dense": 16, "int4": 4.25, "int8": 8, "fp8": 8}
+ROUTE = {
+    **{"scoring": 0, "num_groups": 1, "top_groups": 1, "group_best": 1, "renormalize": 1, "epsilon": 0.0},
+    **{"minimum": 0.0, "factor": 1.0, "first_expert": 0},
+}
 SILU = {"activation": 0, "limit": 0.0, "alpha": 1.0, "offset": 0.0}
 
 
@@ -39,10 +45,22 @@ SHAPES = {
 }
 
 
+class Case(NamedTuple):
+    run: Callable[[], None]
+    num_layers: int
+    num_hit: float  # experts of a layer, on average
+
+
 def stack(kind: str, rows: int, width: int) -> list[torch.Tensor | None]:
     """Return random matrices of experts. Those of 4 bits repeat the codes of a few rows."""
     if kind == "dense":
         return [torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) / width**0.5]
+    if kind in ("int8", "fp8"):
+        codes = torch.randint(0, 96, (rows, width), device="cuda", dtype=torch.int8)
+        scale = torch.full((rows,), 1e-3, device="cuda")
+        if kind == "int8":
+            return [*lowbit.pack_int8(codes, scale)][:2]
+        return [*fp8.pack(codes.view(torch.uint8), scale[:, None])]
     codes, scale = to_int4(torch.randn(256, width).numpy() / width**0.5)
     times = -(-rows // 256)
     given = (torch.from_numpy(codes).cuda(), torch.from_numpy(scale).cuda().view(torch.bfloat16))
@@ -50,26 +68,25 @@ def stack(kind: str, rows: int, width: int) -> list[torch.Tensor | None]:
     return [packed.words, packed.scale, None]
 
 
-def case(shape: Shape, kind: str, num_rows: int) -> tuple[Callable[[], None], int, int]:
-    """Return a function that multiplies rows by matrices of several layers, the number of layers, and the number of
-    experts that are hit in each."""
+def case(shape: Shape, kind: str, num_rows: int) -> Case:
+    """Return the products of rows with experts of several layers."""
     suffix = "" if kind == "dense" else f"_{kind}"
     both = [(2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)]
-    num_layers = 1 + int(LEAST_BYTES // num_bytes(shape, kind))
-    layers = [[stack(kind, shape.num_experts * rows, width) for rows, width in both] for _ in range(num_layers)]
+    up, down = (stack(kind, shape.num_experts * rows, width) for rows, width in both)
+    num_layers = 2 + int(LEAST_BYTES // (num_bytes(shape, kind) * min(1, shape.top_k * num_rows / shape.num_experts)))
     x = torch.randn(num_rows, shape.hidden, device="cuda", dtype=torch.bfloat16)
-    ids = torch.stack([torch.randperm(shape.num_experts)[: shape.top_k] for _ in range(num_rows)]).int().cuda()
-    weights = torch.rand(num_rows, shape.top_k, device="cuda")
+    routers = [torch.randn(shape.num_experts, shape.hidden, device="cuda") / 32 for _ in range(num_layers)]
+    route = {**ROUTE, "top_k": shape.top_k}
+    num_hit = sum(len(cuda.moe_route(x, router, **route)[0].unique()) for router in routers) / num_layers
 
     def run() -> None:
-        for up, down in layers:
-            topk_ids = ids.clone()  # whose order is not known
-            setattr(topk_ids, "num_experts", shape.num_experts)  # noqa: B010 - as `moe_route` leaves it
-            given = {"num_experts": shape.num_experts}
-            h = getattr(cuda, f"expert_gate_up{suffix}")(x, topk_ids, *up, **given, **SILU)
-            getattr(cuda, f"expert_down{suffix}")(h, topk_ids, weights, *down, **given)
+        given = {"num_experts": shape.num_experts}
+        for router in routers:
+            ids, weights = cuda.moe_route(x, router, **route)
+            h = getattr(cuda, f"expert_gate_up{suffix}")(x, ids, *up, **given, **SILU)
+            getattr(cuda, f"expert_down{suffix}")(h, ids, weights, *down, **given)
 
-    return run, num_layers, len(ids.unique())
+    return Case(run, num_layers, num_hit)
 
 
 def num_bytes(shape: Shape, kind: str) -> float:
@@ -77,18 +94,33 @@ def num_bytes(shape: Shape, kind: str) -> float:
     return shape.num_experts * 3 * shape.inner * shape.hidden * BITS[kind] / 8
 
 
+def show_kernels(measured: Case, num_shown: int) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        measured.run()
+    graph.replay()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    busy_share(profile, measured.num_layers, num_shown)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=[*SHAPES])
-    parser.add_argument("--kinds", nargs="*", choices=BITS, default=[*BITS])
+    parser.add_argument("--kinds", nargs="*", choices=BITS, default=["dense", "int4"])
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--kernels", type=int, default=0, help="that are shown of each case")
     args = parser.parse_args()
     speed = bandwidth()
     for name, kind, num_rows in itertools.product(args.shapes, args.kinds, args.rows):
-        run, num_layers, num_hit = case(SHAPES[name], kind, num_rows)
-        limit = num_bytes(SHAPES[name], kind) * num_hit / SHAPES[name].num_experts / speed * 1e6
-        found = microseconds(run) / num_layers
-        print(f"{name:18} {kind:6} {num_rows:3} rows, {num_hit:3} experts: {found:7.1f} us, limit {limit:6.1f}")
+        measured = case(SHAPES[name], kind, num_rows)
+        limit = num_bytes(SHAPES[name], kind) * measured.num_hit / SHAPES[name].num_experts / speed * 1e6
+        found = microseconds(measured.run) / measured.num_layers
+        hit = f"{measured.num_hit:5.1f} experts"
+        print(f"{name:18} {kind:6} {num_rows:3} rows, {hit}: {found:7.1f} us, limit {limit:6.1f}", flush=True)
+        if args.kernels:
+            show_kernels(measured, args.kernels)
 
 
 if __name__ == "__main__":
