@@ -155,9 +155,13 @@ def _choose(
     NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr, IS_COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one token. EXPERTS, SLOTS, GROUPS: the numbers of them rounded up to powers of two."""
-    begin_next()
+    """Choose the experts of one token. EXPERTS, SLOTS, GROUPS: the numbers of them rounded up to powers of two.
+
+    The next kernel begins after the wait, when the programs of the logits have ended: beside these, its programs would
+    be distributed unevenly over the multiprocessors.
+    """
     wait_for_inputs()
+    begin_next()
     row = tl.program_id(0).to(tl.int64)
     e, j = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
     is_expert = e < NUM_EXPERTS
