@@ -19,7 +19,7 @@ OPTIMISM = 0.0003  # share by which a time is assumed to fall with each step tha
 # all steps with drafts cost more than those of a rest, so nothing follows from few drafts for many: they are tried.
 GROWTH, AHEAD_GROWTH = 0.25, 0.0
 NUM_TRUSTED = 3  # measurements of a step time that are needed to rely on it
-MAX_CHANGE = 0.1  # of a time in one measurement, of which a quarter counts
+NUM_KNOWN_WELL = 16  # those from which on a single one counts less
 MIN_GAIN = 1.03  # expected ratio of token rates from which drafts are verified
 LOSS_SHARE = 0.006  # of the time of all steps that drafts may cost
 MAX_BALANCE = 20.0  # steps without drafts whose time earlier gains may be spent on
@@ -100,8 +100,8 @@ class StepTimes:
             self._seconds[num_extra] = self._first[num_extra][(seen - 1) // 2]
             return
         # Single slow steps, in which another process has taken the CPU, do not move it far.
-        change = min(max(seconds / self._seconds[num_extra] - 1, -MAX_CHANGE), MAX_CHANGE)
-        self._seconds[num_extra] *= 1 + 0.25 * change
+        ratio = min(max(seconds / self._seconds[num_extra], 0.7), 1.4)
+        self._seconds[num_extra] *= 1 + (ratio - 1) * (0.1 if seen > NUM_KNOWN_WELL else 0.25)
 
     def age(self, num_extra: int) -> int:
         """Return the number of steps since this number of tokens was measured. Between drafts that are tried in vain,

@@ -15,8 +15,6 @@ from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot, Drafts
 from engine.executors.model_drafts import SHORT, DraftModel, DraftRow, ModelDrafts, Wish
 
-AHEAD_SHARE = 1 / 8  # of the time that reading may have cost, where the layer reads states of steps launched ahead
-
 
 class MtpLayer(DraftModel, Protocol):
     """An MTP layer or an EAGLE-3 head on a device."""
@@ -96,7 +94,7 @@ class MtpDrafts(ModelDrafts):
     ) -> None:
         self._keep_all(rows, slots, noted)
         token_ids = {slot: each.token_ids for slot, each in slots.items()}
-        self._read_long(token_ids, self._model.num_kept // 2, AHEAD_SHARE * _step_s(rows, policy), waits=False)
+        self._read_long(token_ids, self._model.num_kept // 2, _step_s(rows, policy), waits=False)
 
     def _keep_all(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: np.ndarray) -> None:
         first, noted = 0, noted.copy()

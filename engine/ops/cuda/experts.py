@@ -1,10 +1,10 @@
 """Products of tokens with the matrices of their experts, which are stacked along their rows.
 
-One token: each slot reads the rows of its expert (experts_few.py, experts_few_packed.py). More: slots are sorted by
-expert, and a program multiplies a tile of an expert's matrix by a tile of the slots of this expert. Grids follow from
-shapes alone: programs without slots end at once. The products of a token's experts are stored and then added up in the
-order of its slots. Slots whose ids are not from 0 to below the number of experts belong to experts of other ranks: they
-are not multiplied, and add nothing.
+One token: each slot reads the rows of its expert (experts_few.py, experts_few_packed.py, experts_gemv.py). More: slots
+are sorted by expert, and a program multiplies a tile of an expert's matrix by a tile of the slots of this expert. Grids
+follow from shapes alone: programs without slots end at once. The products of a token's experts are stored and then
+added up in the order of its slots. Slots whose ids are not from 0 to below the number of experts belong to experts of
+other ranks: they are not multiplied, and add nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.ops.cuda import experts_few, experts_few_packed, fp8, lowbit
+from engine.ops.cuda import experts_few, experts_few_packed, experts_gemv, fp8, lowbit
 from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, INT8, combine, grouped
 from engine.ops.cuda.launch import PDL
 from engine.ops.cuda.routing import num_experts_of, order_of
@@ -84,6 +84,8 @@ def gate_up(
         _grouped(x, topk_ids, stored, out.view(-1, width), num_experts, **act)
     elif stored.kind == DENSE:
         experts_few.gate_up(x, topk_ids, stored, out, num_experts, **act)
+    elif experts_gemv.can_multiply(stored, 1):
+        experts_gemv.gate_up(x, topk_ids, stored, out, **act)
     else:
         experts_few_packed.gate_up(x, topk_ids, stored, out, **act)
     return out
@@ -105,6 +107,8 @@ def down(
     if num_rows <= FEW and not is_invariant:
         if stored.kind == DENSE:
             experts_few.down(h, topk_ids, topk_weights, stored, out, num_experts)
+        elif experts_gemv.can_multiply(stored, top_k):
+            experts_gemv.down(h, topk_ids, topk_weights, stored, out)
         else:
             experts_few_packed.down(h, topk_ids, topk_weights, stored, out)
     elif num_rows:

@@ -78,31 +78,25 @@ def _multiply(
     """
     begin_next()
     step, count = tl.num_programs(0), columns * (1 + IS_GATED)
-    row = _rows(tl.program_id(0), columns, IS_GATED, ROWS)
-    ahead = _codes_at(words, row, num_blocks, CHUNKS)
-    scales_ahead = _scales_at(scale, row, count, num_blocks, BITS, CHUNKS)
-    zeros_ahead = _scales_at(zero, row, count, num_blocks, BITS, CHUNKS) if HAS_ZERO else scales_ahead
+    row = rows_of(tl.program_id(0), columns, IS_GATED, ROWS)
+    ahead = codes_at(words, row, num_blocks, CHUNKS)
+    scales_ahead = scales_at(scale, row, count, num_blocks, BITS, CHUNKS)
+    zeros_ahead = scales_at(zero, row, count, num_blocks, BITS, CHUNKS) if HAS_ZERO else scales_ahead
     wait_for_inputs()
-    x0, x1, x2, x3, total, unit = _whole_parts(x, width, BITS, CHUNKS)
+    x0, x1, x2, x3, total, unit = whole_parts(x, width, tl.arange(0, 8 * CHUNKS), BITS, CHUNKS)
     # Codes of 4 bits are 8 too large.
     start = total * (-8 if BITS == 4 else 0) + ORIGIN_BITS
     for group in range(tl.program_id(0), groups, step):
         own, scales, zeros = ahead, scales_ahead, zeros_ahead
-        following = _rows(group + step, columns, IS_GATED, ROWS)
-        ahead = _codes_at(words, following, num_blocks, CHUNKS)
-        scales_ahead = _scales_at(scale, following, count, num_blocks, BITS, CHUNKS)
-        zeros_ahead = _scales_at(zero, following, count, num_blocks, BITS, CHUNKS) if HAS_ZERO else scales_ahead
-        c0, c1, c2, c3 = _four(own)
-        first, last = _codes_of(c0, c1, BITS), _codes_of(c2, c3, BITS)
-        found = tl.broadcast_to(start, first.shape)
-        found = _add_two(x1, first, _add_two(x0, first, found, "lo", BITS), "hi", BITS)
-        found = _add_two(x3, last, _add_two(x2, last, found, "lo", BITS), "hi", BITS)
-        sums = found.to(tl.float32, bitcast=True) * unit - ORIGIN * unit
-        if HAS_ZERO:
-            sums -= zeros.to(tl.float32) * (total.to(tl.float32) * unit)
-        if BITS == 4:
-            sums *= scales.to(tl.float32)
-        y, row = tl.sum(tl.sum(sums, 2), 1), _rows(group, columns, IS_GATED, ROWS)
+        following = rows_of(group + step, columns, IS_GATED, ROWS)
+        ahead = codes_at(words, following, num_blocks, CHUNKS)
+        scales_ahead = scales_at(scale, following, count, num_blocks, BITS, CHUNKS)
+        zeros_ahead = scales_at(zero, following, count, num_blocks, BITS, CHUNKS) if HAS_ZERO else scales_ahead
+        found = products(own, x0, x1, x2, x3, start, BITS)
+        y, row = (
+            sums_of(found, scales, zeros, total, unit, BITS == 4, HAS_ZERO),
+            rows_of(group, columns, IS_GATED, ROWS),
+        )
         if BITS == 8:
             y *= tl.load(scale + row)
         if HAS_BIAS:
@@ -116,7 +110,7 @@ def _multiply(
 
 
 @triton.jit
-def _rows(group, columns, IS_GATED: tl.constexpr, ROWS: tl.constexpr):
+def rows_of(group, columns, IS_GATED: tl.constexpr, ROWS: tl.constexpr):
     """Return the rows of weights of a group. Beyond the end the last row is repeated, and its results are discarded."""
     OWN: tl.constexpr = ROWS // (1 + IS_GATED)
     i = tl.arange(0, ROWS)
@@ -124,7 +118,7 @@ def _rows(group, columns, IS_GATED: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _codes_at(words, row, num_blocks, CHUNKS: tl.constexpr):
+def codes_at(words, row, num_blocks, CHUNKS: tl.constexpr):
     """Load codes as i32 [rows, chunks, 4]. Beyond the end the last chunk is repeated; x is 0 there."""
     i = tl.arange(0, 4 * CHUNKS)
     at = tl.minimum(i // 4, num_blocks * 8 - 1) * 4 + i % 4
@@ -133,7 +127,7 @@ def _codes_at(words, row, num_blocks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _scales_at(scale, row, count, num_blocks, BITS: tl.constexpr, CHUNKS: tl.constexpr):
+def scales_at(scale, row, count, num_blocks, BITS: tl.constexpr, CHUNKS: tl.constexpr):
     """Load scales as bf16 [rows, chunks, 4], for 4 bits only. The access pattern is that of the codes, so that a thread
     has the scales of its own codes.
     """
@@ -148,28 +142,51 @@ def _scales_at(scale, row, count, num_blocks, BITS: tl.constexpr, CHUNKS: tl.con
 
 
 @triton.jit
-def _whole_parts(x, width, BITS: tl.constexpr, CHUNKS: tl.constexpr):
+def products(own, x0, x1, x2, x3, start, BITS: tl.constexpr):
+    """Return `start` plus the products of codes i32 [rows, chunks, 4] and the integers of x: [rows, chunks, parts]."""
+    c0, c1, c2, c3 = _four(own)
+    first, last = _codes_of(c0, c1, BITS), _codes_of(c2, c3, BITS)
+    found = tl.broadcast_to(start, first.shape)
+    found = _add_two(x1, first, _add_two(x0, first, found, "lo", BITS), "hi", BITS)
+    return _add_two(x3, last, _add_two(x2, last, found, "lo", BITS), "hi", BITS)
+
+
+@triton.jit
+def sums_of(found, scales, zeros, total, unit, HAS_SCALES: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Return the sums [rows] of these products with units, and with scales [rows, chunks, parts or 1]."""
+    sums = found.to(tl.float32, bitcast=True) * unit - ORIGIN * unit
+    if HAS_ZERO:
+        sums -= zeros.to(tl.float32) * (total.to(tl.float32) * unit)
+    if HAS_SCALES:
+        sums *= scales.to(tl.float32)
+    return tl.sum(tl.sum(sums, 2), 1)
+
+
+@triton.jit
+def whole_parts(x, width, word, BITS: tl.constexpr, CHUNKS: tl.constexpr):
     """Return, for each part of each chunk [1, chunks, parts], its eight numbers of x as integers, two in each of the
     first four results, their sum, and the unit.
+
+    `word` [8 * CHUNKS] are the words of the row that x is multiplied with; x and its width may differ from word to
+    word, if several rows are multiplied and their products added up.
     """
-    a0, a1, a2, a3, a_total, a_unit = _whole(x, width, 0, BITS, CHUNKS)
-    b0, b1, b2, b3, b_total, b_unit = _whole(x, width, 1, BITS, CHUNKS)
+    a0, a1, a2, a3, a_total, a_unit = _whole(x, width, word, 0, BITS, CHUNKS)
+    b0, b1, b2, b3, b_total, b_unit = _whole(x, width, word, 1, BITS, CHUNKS)
     if BITS == 8:
         x0, x1, x2, x3 = tl.join(a0, b0), tl.join(a1, b1), tl.join(a2, b2), tl.join(a3, b3)
         return x0, x1, x2, x3, tl.join(a_total, b_total), tl.join(a_unit, b_unit)
     else:
-        c0, c1, c2, c3, c_total, c_unit = _whole(x, width, 2, BITS, CHUNKS)
-        d0, d1, d2, d3, d_total, d_unit = _whole(x, width, 3, BITS, CHUNKS)
+        c0, c1, c2, c3, c_total, c_unit = _whole(x, width, word, 2, BITS, CHUNKS)
+        d0, d1, d2, d3, d_total, d_unit = _whole(x, width, word, 3, BITS, CHUNKS)
         x0, x1 = _joined(a0, b0, c0, d0), _joined(a1, b1, c1, d1)
         x2, x3 = _joined(a2, b2, c2, d2), _joined(a3, b3, c3, d3)
         return x0, x1, x2, x3, _joined(a_total, b_total, c_total, d_total), _joined(a_unit, b_unit, c_unit, d_unit)
 
 
 @triton.jit
-def _whole(x, width, PART: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr):
+def _whole(x, width, word, PART: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr):
     PARTS: tl.constexpr = 16 // BITS
     WHOLE_BITS: tl.constexpr = BITS_BY_4 if BITS == 4 else BITS_BY_8
-    word = tl.arange(0, 8 * CHUNKS)
     k = (word // 64 * PARTS + PART) * 64 + word % 64
     values = tl.reshape(tl.load(x + k, mask=k < width, other=0).to(tl.float32), (1, CHUNKS, 8))
     # Powers of two by their exponents alone: the largest number becomes one of WHOLE_BITS bits. As whole numbers, of

@@ -156,7 +156,7 @@ def test_a_layer_reads_the_states_of_steps_that_are_launched_ahead_unless_readin
     policy.is_ahead = True
     for seconds in (0.01, 0.01, 0.01):
         policy._observe_base(policy._times_of(1), seconds)
-    source._costs.observe(0, 16, 0.016 if may_read else 0.2)
+    source._costs.observe(0, 16, 0.016 if may_read else 10.0)
     slot = DraftedSlot([3], 1, 60)
     for start in range(40):
         rows = [Row(0, start, [5], [range(16)] if not start else ())]
