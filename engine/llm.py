@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,15 @@ class _Open:
         )
 
 
+@contextlib.contextmanager
+def _naming(index: int | str) -> Iterator[None]:
+    """Begin the text of an InvalidRequest with the number of the prompt."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"prompt {index}: {error}") from None
+
+
 class LLM:
     """`model` is an exported model or a checkpoint, which is exported once. Settings other than the environment's
     are given by their field names, `LLM(path, batch_size=8)`, or as FastDeploy and vLLM name them (`max_num_seqs=8`),
@@ -132,14 +142,17 @@ class LLM:
         if not isinstance(sampling or {}, dict):
             raise TypeError(f"`sampling` is of type {type(sampling).__name__}, it must be a dict of request fields")
         prompts = [prompts] if isinstance(prompts, str | dict) else prompts
+        if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+            raise TypeError(f"`prompts` is of type {type(prompts).__name__}, it must be a prompt or a list of prompts")
         by_prompt = [self._open(index, prompt, sampling or {}) for index, prompt in enumerate(prompts)]
         opened = [item for answers in by_prompt for item in answers]
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this LLM is closed")
             try:
-                for first, *_ in by_prompt:
-                    self._loop.add(first.request)
+                for index, (first, *_) in enumerate(by_prompt):
+                    with _naming(index):
+                        self._loop.add(first.request)
                 self._run(opened, progress)
             except BaseException:
                 # Refused, or interrupted at any line of the scheduler's books: the next call begins with new ones.
@@ -197,13 +210,11 @@ class LLM:
         own = {NAME_OF.get(key, key) for key in prompt}
         shared = {key: value for key, value in sampling.items() if NAME_OF.get(key, key) not in own}
         fields = {key: _plain(value) for key, value in {**shared, **prompt}.items()}
-        try:
+        with _naming(index):
             request = parse_request({**fields, "req_id": str(index)})
             if request.resume_from is not None or request.answer_ids:
                 raise InvalidRequest("`resume_from` and `answer_ids` are for a server")
             read = self._processor.process(request)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"prompt {index}: {error}") from None
         requests = [
             Request(
                 f"{index}-{number}",
@@ -221,7 +232,8 @@ class LLM:
     def _advance(self, item: _Open, update: Update) -> int:
         """Process an update of the engine loop. Return the number of answers that it has ended."""
         if update.finish_reason == FAILED:
-            raise update.error or NoToken()
+            with _naming(item.request.request_id.partition("-")[0]):
+                raise update.error or NoToken()
         logprobs: Sequence[Logprobs | None] = update.logprobs or [None] * len(update.token_ids)
         item.answer.push(list(zip(update.token_ids, logprobs, strict=True)), update.finish_reason)
         if item.answer.finish_reason and not update.finish_reason:  # a stop string

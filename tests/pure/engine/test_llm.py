@@ -164,7 +164,7 @@ def test_each_token_of_the_answer_has_its_logprobs(llm):
 def test_a_wrong_prompt_is_named_and_nothing_of_the_call_remains(llm):
     with pytest.raises(InvalidRequest, match="prompt 1: .* exceeds the limit of the model"):
         llm.generate(["a", [1] * 65], GREEDY, progress=False)
-    with pytest.raises(InvalidRequest, match="need 13 KV blocks of 4 tokens, the server has 12"):
+    with pytest.raises(InvalidRequest, match="^prompt 1: .* need 13 KV blocks of 4 tokens, the server has 12"):
         llm.generate(["a", [1] * 40], {"temperature": 0, "max_dec_len": 12}, progress=False)
     assert llm._loop.is_idle
     assert llm.generate("k", GREEDY, progress=False)[0].text == "lmn"
@@ -181,6 +181,9 @@ def test_what_no_prompt_can_be_is_named(llm):
         with pytest.raises(
             TypeError, match=f"^prompt {place} is of type {kind}, it must be a text, token ids or a dict"
         ):
+            llm.generate(prompts)
+    for prompts, kind in ((None, "NoneType"), (7, "int"), (b"a", "bytes")):
+        with pytest.raises(TypeError, match=f"^`prompts` is of type {kind}, it must be a prompt or a list of prompts"):
             llm.generate(prompts)
     with pytest.raises(TypeError, match="^`sampling` is of type list, it must be a dict of request fields"):
         llm.generate("a", ["b"])
@@ -292,6 +295,6 @@ def test_a_fork_may_not_use_the_llm_of_its_parent_which_goes_on(llm):
 
 
 def test_a_prompt_whose_grammar_cannot_be_compiled_is_refused_and_the_next_call_works(llm):
-    with pytest.raises(InvalidRequest, match="The `guided_regex` cannot be compiled"):
+    with pytest.raises(InvalidRequest, match="^prompt 1: The `guided_regex` cannot be compiled"):
         llm.generate(["a", {"text": "b", "guided_regex": "(", **GREEDY}], GREEDY, progress=False)
     assert [answer.text for answer in llm.generate(["a"], GREEDY, progress=False)] == ["bcd"]
