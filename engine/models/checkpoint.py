@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors needs
 import numpy as np
@@ -267,8 +268,11 @@ def weight_files(directory: Path) -> list[Path]:
     name = (there or WEIGHTS)[0]
     index_path = directory / f"{name}.index.json"
     if index_path.exists():
-        names = sorted(set(read_json(index_path).get("weight_map", {}).values()))
-        paths = [directory / name for name in names]
+        weight_map = read_json(index_path).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(map(_is_path_inside, weight_map.values())):
+            text = f"{index_path}: weight_map is {weight_map!r:.200}, it must be an object of paths in this folder"
+            raise ModelError(text)
+        paths = [directory / name for name in sorted(set(weight_map.values()))]
     else:
         paths = [directory / name]
     for path in paths:
@@ -277,6 +281,10 @@ def weight_files(directory: Path) -> list[Path]:
     if not paths:
         raise ModelError(f"{index_path} names no files: weight_map is missing or empty")
     return paths
+
+
+def _is_path_inside(value: Any) -> bool:
+    return isinstance(value, str) and not Path(value).is_absolute() and ".." not in Path(value).parts
 
 
 def _how_to_convert(directory: Path) -> str:

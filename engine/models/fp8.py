@@ -87,7 +87,8 @@ def fp8_bytes(path: Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    found = {name: each for name, each in header.items() if each.get("dtype") == FP8}
+    header.pop("__metadata__", None)  # null is valid, too
+    found = {name: each for name, each in header.items() if each["dtype"] == FP8}
     return {
         name: Bytes(np.memmap(path, np.uint8, "r", 8 + size + each["data_offsets"][0], tuple(each["shape"])))
         for name, each in found.items()

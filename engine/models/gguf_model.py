@@ -66,8 +66,15 @@ WIDE_QUERIES = {("gemma2", 46), ("gemma3", 62)}
 def read_gguf(paths: list[Path]) -> tuple[dict[str, Any], dict[str, Stored], Mapping[str, Any]]:
     """Return the config.json, the tensors by their names in transformers, and the metadata of the files of a model.
 
-    Raises ModelError if the architecture is not supported.
+    Raises ModelError if the architecture is not supported, or if values are missing or have other types.
     """
+    try:
+        return _read(paths)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(f"{paths[0]} has metadata or tensors that cannot be used: {error!r}") from error
+
+
+def _read(paths: list[Path]) -> tuple[dict[str, Any], dict[str, Stored], Mapping[str, Any]]:
     files = [Gguf.read(path) for path in paths]
     metadata = files[0].metadata
     if metadata.get("split.count", 1) not in (0, len(files)):

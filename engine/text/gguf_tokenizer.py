@@ -49,7 +49,17 @@ ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")  # end a
 
 
 def write_tokenizer(metadata: Mapping[str, Any], directory: Path) -> None:
-    """Write the tokenizer's files into a folder. Raises TokenizerError if its kind is not supported."""
+    """Write the tokenizer's files into a folder. Raises TokenizerError if its kind is not supported, or if values are
+    missing or have other types."""
+    try:
+        _write_files(metadata, directory)
+    except TokenizerError:
+        raise
+    except Exception as error:  # the library raises nothing more precise
+        raise TokenizerError(f"the tokenizer of the GGUF file cannot be used: {error!r}") from error
+
+
+def _write_files(metadata: Mapping[str, Any], directory: Path) -> None:
     given = {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
     kind, tokens = given.get("model"), given.get("tokens") or []
     makers = {"gpt2": _byte_level, "llama": _sentencepiece}

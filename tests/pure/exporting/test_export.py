@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import GRAPH_VERSION, Manifest, is_exported
 from engine.graph import load, read_graph
 from engine.models.checkpoint import Checkpoint, open_tensors
+from engine.models.fp8 import fp8_bytes
 from engine.models.keys import ModelError
 from tests.checkpoints import COMMON, FAMILIES, make_checkpoint, random_tensors, write_shards, write_tensors
 
@@ -173,6 +175,10 @@ def replace_in_weights(old: bytes, new: bytes):
     return replace
 
 
+def write_index(weight_map: Any):
+    return lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 def lose_a_shard(directory: Path) -> None:
     write_shards(directory, tensors_of("qwen2"), num_shards=2)
     (directory / "model-00002-of-00002.safetensors").unlink()
@@ -200,6 +206,13 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
         (lambda d: (d / "model.safetensors").unlink(), r"model\.safetensors is missing"),
         (lose_a_shard, r"model-00002-of-00002\.safetensors is missing"),
         (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "weight_map is missing or empty"),
+        *(
+            (
+                write_index(weight_map),
+                f"index.json: weight_map is {re.escape(repr(weight_map))}, it must be an object of",
+            )
+            for weight_map in ([], {"a": 3}, {"a": "../model.safetensors"}, {"a": "/model.safetensors"})
+        ),
         (cut_weights(0), r"model\.safetensors \(0 bytes\) is cut off or no safetensors file: .*header too small"),
         (cut_weights(4), r"\(4 bytes\) is cut off or no safetensors file: .*header too small"),
         (cut_weights(100), r"\(100 bytes\) is cut off or no safetensors file: .*invalid header length"),
@@ -216,6 +229,12 @@ def test_what_is_wrong_with_a_checkpoint_is_said_and_nothing_is_left(damage, mes
     with pytest.raises(ModelError, match=message):
         export(a_checkpoint, tmp_path / "out", ExportOptions())
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_file_of_weights_may_have_null_as_its_metadata(tmp_path):
+    header = json.dumps({"__metadata__": None, "a": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}})
+    (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header.encode() + b"\x38")
+    assert fp8_bytes(tmp_path / "a")["a"][:] == [0x38]
 
 
 def test_a_checkpoint_with_a_harmless_extra_tensor_is_fine(a_checkpoint, tmp_path):

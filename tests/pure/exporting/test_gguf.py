@@ -142,3 +142,13 @@ def test_what_is_not_built_is_refused(tmp_path):
     plain = checkpoints.make_checkpoint(tmp_path / "plain", "qwen3")
     with pytest.raises(TokenizerError, match="pre='mpt', supported are .*put the model's tokenizer.json beside"):
         write_tokenizer(tokenizer_metadata(plain) | {"tokenizer.ggml.pre": "mpt"}, tmp_path)
+
+
+def test_metadata_of_wrong_types_are_refused(tmp_path):
+    plain = checkpoints.make_checkpoint(tmp_path / "plain", "qwen3")
+    with pytest.raises(TokenizerError, match="tokenizer of the GGUF file cannot be used: .* out of vocabulary"):
+        write_tokenizer(tokenizer_metadata(plain) | {"tokenizer.ggml.merges": ["no such"]}, tmp_path)
+    path = as_gguf(plain, "qwen3")
+    path.write_bytes(path.read_bytes().replace(b"qwen3.attention.head_count_kv", b"qwen3.attention.head_count_xx"))
+    with pytest.raises(ModelError, match="has metadata or tensors that cannot be used: KeyError.'num_key_value_heads'"):
+        as_checkpoint(path, tmp_path / "cache")
