@@ -82,14 +82,14 @@ class VllmGenerateProtocol(OpenAIProtocol):
 
     def parse(self, body: dict[str, Any], context: RequestContext) -> VllmExchange:
         check_spelling(body, self.fields(context.path), called=NAMES)
+        given = {name: value for name, value in body.items() if value is not None}
         for name in NOT_ANSWERED:
-            if body.get(name, False) is not False:
+            if given.get(name, False) is not False:
                 text = "`{field}` is not supported, the answer has nothing but texts; use /v1/completions"
                 raise InvalidRequest(text, field=name)
         if "inputs" in body:  # as Text Generation Inference has it at this path
             raise InvalidRequest("`{field}` is unknown, the text to continue is `prompt`", field="inputs")
         A_STRING("prompt", body.get("prompt"))
-        given = {name: value for name, value in body.items() if value is not None}
         asked = parse({"max_tokens": MAX_TOKENS, **given}, False, context.model_name)
         return VllmExchange(
             requests=asked.requests,

@@ -22,6 +22,11 @@ def test_an_answer_is_the_prompt_and_its_continuation(gateway):
     assert sent["apply_chat_template"] is False
 
 
+def test_null_means_that_a_field_is_absent(gateway):
+    absent = dict.fromkeys(("logprobs", "prompt_logprobs", "stream_options", "max_tokens", "stream"))
+    assert gateway.post("/generate", {"prompt": "Say: ", **absent}) == {"text": ["Say: Hello!"]}
+
+
 def test_each_line_of_a_stream_has_the_text_so_far(gateway):
     stream = b"".join(gateway.stream("/generate", {"prompt": "> ", "stream": True}))
     lines = [json.loads(line) for line in stream.splitlines()]
