@@ -96,7 +96,7 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
             return 0
         # The server has another version, or runs in another container that shares the folder.
         why = f"a server has locked {run_dir.path} and does not say which processes it has"
-        print(f"stop_server: {why}", file=sys.stderr)
+        print(f"stop_server: {why}; `fuser {run_dir.path}/lock` shows their pids", file=sys.stderr)
         return 1
     if lock is None:
         end(run_dir, state, seconds)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 Decoded = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # codes [n, size], scales and minima f32 [n, groups]
-NO_CODES = ("F32", "F16", "BF16")
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)  # IQ4 codes
 
 

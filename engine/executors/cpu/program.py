@@ -61,7 +61,7 @@ class CpuProgram:
         self._params = {graph.parameters[name].id: array for name, (_, array) in self._held.items()}
         self._caches: dict[int, np.ndarray] = {}
         self._inputs = {name: np.empty(0, held_as(value.dtype)) for name, value in graph.inputs.items()}
-        self._rooms = (0, 0)  # the largest numbers of token rows and of logit rows
+        self._max_rows = (0, 0)  # the largest numbers of token rows and of logit rows
         of_logits = self.row_inputs.of_logits
         self.routed = routed_layers(graph)
         self.counter: HostCounter | None = None  # of the experts that tokens choose
@@ -108,7 +108,7 @@ class CpuProgram:
             self._inputs[name][: array.size] = array.ravel()
         names = self.row_inputs
         num_rows, num_logits = len(inputs[names.of_tokens]), len(inputs[names.of_logits])
-        self._rooms = max(self._rooms[0], num_rows), max(self._rooms[1], num_logits)
+        self._max_rows = max(self._max_rows[0], num_rows), max(self._max_rows[1], num_logits)
         num_requests, *width = inputs[names.of_requests].shape
         return Counts(num_rows, num_logits, num_requests, *width)
 
@@ -116,7 +116,7 @@ class CpuProgram:
         """Return the calls with memory for every value."""
         if not calls.is_bound:
             given = {self._graph.inputs[name].id: array for name, array in self._inputs.items()}
-            calls.bind(given | self._params | self._caches, self._rooms)
+            calls.bind(given | self._params | self._caches, self._max_rows)
         return calls
 
     def _outputs(self, calls: CallList, counts: Counts) -> dict[str, np.ndarray]:
@@ -152,10 +152,10 @@ class CallList:
         self.records, self.address, self.is_bound = bytearray(), 0, False
         self.ends: list[int] = []  # of the records of the calls
 
-    def bind(self, given: Mapping[int, np.ndarray], rooms: tuple[int, int]) -> None:
+    def bind(self, given: Mapping[int, np.ndarray], max_rows: tuple[int, int]) -> None:
         """Assign memory to every value. A buffer is reused after its value has been read for the last time.
 
-        `given` are inputs, parameters and caches by value id; `rooms` are the largest numbers of token rows and of
+        `given` are inputs, parameters and caches by value id; `max_rows` are the largest numbers of token rows and of
         logit rows.
         """
         graph, arrays = self._graph, dict(given)
@@ -166,7 +166,7 @@ class CallList:
         for node in graph.nodes:
             for value in node.outputs:
                 if (root := self._root[value.id]) not in arrays:
-                    shape = (rooms[value.id in self._of_logits], _width(value))
+                    shape = (max_rows[value.id in self._of_logits], _width(value))
                     kind = (shape, np.dtype(value.dtype))
                     arrays[root] = free[kind].pop() if free[kind] else _aligned(*kind)
                 arrays[value.id] = arrays[root]

@@ -47,6 +47,15 @@ def test_stop_where_no_server_ever_was_makes_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lock_without_a_state_file_is_named_with_the_command_that_finds_its_owner(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(stop_module, "FIND_S", 0.0)
+    run_dir = RunDir(tmp_path / "run")
+    lock = run_dir.lock()
+    assert stop_module.stop(RunDir(tmp_path / "run"), None) == 1
+    os.close(lock)
+    assert f"`fuser {tmp_path}/run/lock` shows their pids" in capsys.readouterr().err
+
+
 def test_stop_names_the_servers_with_another_run_directory(tmp_path, capsys):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
