@@ -35,14 +35,15 @@ def _copy(path: str, backup: str) -> None:
 
 
 def tail(path: Path, num_lines: int) -> list[str]:
-    """Return the last `num_lines` lines that are not blank."""
+    """Return the last `num_lines` lines that are not blank and not of a table. After an error tritonserver prints its
+    options as a table, which is longer than any reason."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
-    return [line for line in text.splitlines() if line.strip()][-num_lines:]
+    return [line for line in text.splitlines() if line.strip() and not line.startswith(("| ", "+--"))][-num_lines:]
 
 
 class LogConsole:

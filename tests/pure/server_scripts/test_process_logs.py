@@ -66,6 +66,9 @@ def test_the_tail_is_the_last_lines_that_say_something(tmp_path):
     assert logs.tail(path, 3) == []
     path.write_bytes(b"a\n" * 50000 + b"b\n\n\xff c\n")
     assert logs.tail(path, 2) == ["b", "\ufffd c"]
+    table = "+---+---+\n| a | 1 |\n+---+---+\n"
+    path.write_text(f"the reason\n{table}\nthe end\n")
+    assert logs.tail(path, 3) == ["the reason", "the end"]
 
 
 @pytest.fixture
