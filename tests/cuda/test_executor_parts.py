@@ -23,6 +23,7 @@ from engine.executors.cuda.step_graphs import (  # noqa: E402
     filled_up,
     not_captured,
     prompt_shapes,
+    verifying_shapes,
 )
 from engine.executors.cuda.transfer import IN_FLIGHT, Download, Uploads  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
@@ -30,6 +31,7 @@ from engine.models.constants import constants_of  # noqa: E402
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec  # noqa: E402
 from engine.ops.cuda.prefill_attention import KnownStarts  # noqa: E402
 from engine.ops.cuda.step_buffers import StepBuffers  # noqa: E402
+from engine.settings.config import Config  # noqa: E402
 from tests.cuda.arrays import array  # noqa: E402
 from tests.cuda.test_executor import SETTINGS  # noqa: E402
 
@@ -190,6 +192,16 @@ def test_a_step_that_wants_its_rows_in_another_order_is_none_of_decodes(device):
     assert graphs.shape_for(inputs) == Shape(4, 4, 4)
     assert graphs.shape_for(inputs | {"logit_rows": np.array([1, 0, 2], np.int32)}) == Shape(64, 6, 6)
     assert graphs.shape_for(inputs | {"logit_rows": np.array([0, 1], np.int32)}) == Shape(64, 6, 6)
+
+
+@pytest.mark.parametrize(("num_drafts", "most"), [(3, 1024), (4, 960), (1, 512)])
+def test_steps_that_verify_drafts_of_many_requests_are_captured(num_drafts, most, device):
+    """A padding row has room for all tokens of the largest one."""
+    config = Config(batch_size=256, max_num_batched_tokens=8192, speculate_max_draft_token_num=num_drafts)
+    shapes = verifying_shapes(config, decode_shapes(config.cudagraph_capture_sizes, config.batch_size))
+    assert shapes[-1] == Shape(most, 257, most, num_drafts + 1)
+    graphs = StepGraphs(dataclasses.replace(config, use_cudagraph=False), 8, device)
+    assert graphs._width * MIN_BLOCK_SIZE >= most
 
 
 def test_padding_of_several_cache_groups_has_blocks_for_all_its_tokens(device):
