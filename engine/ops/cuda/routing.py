@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, kernel, new_indices, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, new_indices, wait_for_inputs
 
 CHUNK, DEPTH = 256, 64  # inputs whose products are added up first, and of them those of a step
 SMALL, LARGE = 64, 1024  # tokens, of which a program has 16, or 32 and one chunk, or 32 and all chunks
@@ -103,7 +103,7 @@ def _sums(x: Tensor, weight: Tensor) -> Tensor:
     out = x.new_empty(parts, num_rows, num_experts, dtype=torch.float32)
     _logits[(triton.cdiv(num_rows, rows), triton.cdiv(num_experts, experts), parts)](
         x, weight, out, num_rows, num_experts, width, CHUNK if parts > 1 else triton.cdiv(width, CHUNK) * CHUNK,
-        rows, experts, CHUNK, DEPTH, num_warps=4, num_stages=4, **PDL,
+        rows, experts, CHUNK, DEPTH, num_rows <= SMALL and parts > 1, num_warps=4, num_stages=4, **PDL,
     )  # fmt: skip
     return out
 
@@ -120,28 +120,50 @@ def _sorted(ids: Tensor, num_experts: int) -> Order:
     return Order(slots, starts)
 
 
+@triton.jit
+def _inputs_at(at, k, width):
+    """Return columns `k` of the rows that begin at `at`."""
+    return tl.load(at + k[None, :], mask=(k < width)[None, :], other=0).to(tl.float32)
+
+
+@triton.jit
+def _add_products(sums, rows, experts):
+    return tl.dot(rows, tl.trans(experts), sums, input_precision="tf32x3")
+
+
 @kernel
 def _logits(
     x, weight, out, num_rows, num_experts, width, length,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, DEPTH: tl.constexpr, IS_ONE_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Compute a part of the router's logits: the products of `length` inputs, which are added up chunk by chunk."""
     begin_next()
     m, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
-    part, k, line = tl.program_id(2), tl.arange(0, DEPTH), tl.arange(0, CHUNK // 32) * 32
+    part, k = tl.program_id(2), tl.arange(0, DEPTH)
     at_expert = weight + tl.minimum(n, num_experts - 1)[:, None] * width
-    fetch_ahead(at_expert + tl.minimum(part * length + line, width - 1)[None, :])
     at_row = x + tl.minimum(m, num_rows - 1).to(tl.int64)[:, None] * width
-    wait_for_inputs()
-    sums = tl.zeros([ROWS, EXPERTS], tl.float32)
-    for chunk in range(part * length, tl.minimum(part * length + length, width), CHUNK):
-        own = tl.zeros([ROWS, EXPERTS], tl.float32)
-        for start in range(chunk, chunk + CHUNK, DEPTH):
-            is_in = (start + k < width)[None, :]
-            rows = tl.load(at_row + start + k[None, :], mask=is_in, other=0).to(tl.float32)
-            experts = tl.load(at_expert + start + k[None, :], mask=is_in, other=0).to(tl.float32)
-            own = tl.dot(rows, tl.trans(experts), own, input_precision="tf32x3")
-        sums += own
+    begin = part * length
+    if IS_ONE_CHUNK:  # its weights are read before the inputs are there
+        tl.static_assert(CHUNK == 4 * DEPTH)
+        experts = _inputs_at(at_expert, begin + k, width)
+        experts_1 = _inputs_at(at_expert, begin + DEPTH + k, width)
+        experts_2 = _inputs_at(at_expert, begin + 2 * DEPTH + k, width)
+        experts_3 = _inputs_at(at_expert, begin + 3 * DEPTH + k, width)
+        wait_for_inputs()
+        sums = tl.zeros([ROWS, EXPERTS], tl.float32)
+        sums = _add_products(sums, _inputs_at(at_row, begin + k, width), experts)
+        sums = _add_products(sums, _inputs_at(at_row, begin + DEPTH + k, width), experts_1)
+        sums = _add_products(sums, _inputs_at(at_row, begin + 2 * DEPTH + k, width), experts_2)
+        sums = _add_products(sums, _inputs_at(at_row, begin + 3 * DEPTH + k, width), experts_3)
+    else:
+        wait_for_inputs()
+        sums = tl.zeros([ROWS, EXPERTS], tl.float32)
+        for chunk in range(begin, tl.minimum(begin + length, width), CHUNK):
+            own = tl.zeros([ROWS, EXPERTS], tl.float32)
+            for start in range(chunk, chunk + CHUNK, DEPTH):
+                rows, experts = _inputs_at(at_row, start + k, width), _inputs_at(at_expert, start + k, width)
+                own = _add_products(own, rows, experts)
+            sums += own
     is_out = (m < num_rows)[:, None] & (n < num_experts)[None, :]
     at = (part * num_rows + m).to(tl.int64)[:, None] * num_experts + n[None, :]
     tl.store(out + at, sums, mask=is_out)
