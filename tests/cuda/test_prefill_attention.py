@@ -53,8 +53,9 @@ def test_found_are_the_last_ones_from_a_long_one_on(ways, contexts, counts, foun
         PagedBatch([0], [64], head_dim=64, rotary_dim=64, block_size=16),
         PagedBatch([9, 3, 0, 0], [1, 1, 37, 75], num_heads=8, head_dim=128, rotary_dim=128, block_size=16),
         PagedBatch([20, 0], [19, 50], num_heads=3, num_kv_heads=3, head_dim=80, rotary_dim=32, block_size=16),
+        PagedBatch([0], [64], num_heads=2, num_kv_heads=1, head_dim=256, rotary_dim=64, block_size=16),
     ],
-    ids=["alone", "behind decodes", "behind a chunk"],
+    ids=["alone", "behind decodes", "behind a chunk", "wide heads"],
 )
 def test_their_attention_is_that_of_the_definition(device, ways, batch):
     """The contents of a block behind the last token, which are NaN here, do not reach the result."""
@@ -87,7 +88,7 @@ def test_their_attention_is_that_of_the_definition(device, ways, batch):
     [
         PagedBatch([0], [40], head_dim=14, rotary_dim=14, dtype="int8", block_size=16),  # with its scales 16 bytes wide
         PagedBatch([0], [40], head_dim=10, rotary_dim=4, block_size=16),
-        PagedBatch([0], [40], head_dim=136, block_size=16),
+        PagedBatch([0], [40], head_dim=264, block_size=16),
     ],
     ids=["int8", "odd heads", "large heads"],
 )

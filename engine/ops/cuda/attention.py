@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.ops.cuda import prefill_attention
 from engine.ops.cuda.int8_cache import key_scales, numbers, scales_at, value_scales
-from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, shared_memory, wait_for_inputs
 from engine.ops.cuda.merging import combine, first_seen
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.rotate_and_cache import HeadNorm, opened, place_all, placed, request_of, sizes_of
@@ -34,9 +34,11 @@ MOST_ROWS = 64  # of a program where each request has a few tokens
 # Rows, positions, and how a program of so many runs. So many registers that several of them run on an SM.
 PREFILL = 128, MAX_TILE, {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
 INT8_PREFILL = 64, MAX_TILE, {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
-# Sums of wider heads need more registers, and fewer positions fit into shared memory.
+# Sums of wider heads need more registers. On a GPU with less shared memory than an H100, fewer positions fit into it.
 WIDE = 128  # elements of a head
-WIDE_PREFILL = 128, 32, {"num_warps": 8, "num_stages": 2}
+WIDE_PREFILL = 128, MAX_TILE, {"num_warps": 8, "num_stages": 2}
+SMALL_WIDE_PREFILL = 128, 32, {"num_warps": 8, "num_stages": 2}
+WIDE_BYTES = 200 << 10  # of shared memory that WIDE_PREFILL needs
 WIDE_FLOAT32_PREFILL = 64, 32, {"num_warps": 8, "num_stages": 2}
 WIDE_INT8_PREFILL = 64, MAX_TILE, {"num_warps": 8, "num_stages": 1}
 PROGRAMS_PER_SM = 4  # of the decode kernel, that run at once
@@ -152,7 +154,8 @@ def _tile_for(group: int, few: int, dtype: torch.dtype, is_wide: bool) -> tuple[
         if dtype == torch.int8:
             rows, most, options = WIDE_INT8_PREFILL if is_wide else INT8_PREFILL
         elif is_wide:
-            rows, most, options = WIDE_FLOAT32_PREFILL if dtype == torch.float32 else WIDE_PREFILL
+            of_16_bits = WIDE_PREFILL if shared_memory() > WIDE_BYTES else SMALL_WIDE_PREFILL
+            rows, most, options = WIDE_FLOAT32_PREFILL if dtype == torch.float32 else of_16_bits
         else:
             rows, most, options = PREFILL
         return triton.next_power_of_2(max(group, rows)), most, options
