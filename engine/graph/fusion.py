@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from engine.graph.nodes import Graph, Node
+from engine.graph.nodes import Graph, Node, Value
 from engine.ops.catalogue import FUSED
 from engine.ops.declaration import LOGITS
 
@@ -64,9 +64,15 @@ def _chain(
 
 
 def _joined(name: str, chain: Sequence[Node]) -> Node:
-    """Return the node that computes all of `chain`."""
+    """Return the node that computes all of `chain`. An array that several of its nodes update is its input as it is
+    before the first, and its output as it is behind the last."""
     inputs = (*chain[0].inputs, *(value for node in chain[1:] for value in node.inputs[1:]))
-    updated = (value for node in chain[:-1] for value in node.outputs[1:])
+    made: dict[int, Value | None] = {}
+    for node in chain[:-1]:
+        made |= {value.id: made.get(node.updated.id, node.updated) for value in node.outputs[1:] if node.updated}
+    read = {value.id for value in inputs if value}
+    updated = (value for node in chain[:-1] for value in node.outputs[1:] if value.id not in read)
+    inputs = tuple(made.get(value.id, value) if value else None for value in inputs)
     attributes = {key: number for node in chain for key, number in node.attributes.items()}
     return Node(name, inputs, (*chain[-1].outputs, *updated), attributes)
 

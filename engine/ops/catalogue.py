@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.ops.catalogue_experts import mixture_ops
 from engine.ops.catalogue_latent import LATENT_OPS, PROJECTED_LATENT_ATTENTION
-from engine.ops.catalogue_states import STATE_OPS
+from engine.ops.catalogue_states import GATED_DELTA_NET, STATE_OPS
 from engine.ops.catalogue_vision import VISION_OPS
 from engine.ops.declaration import LOGITS, Op, arrays, attributes, table
 
@@ -342,6 +342,7 @@ FUSED = (
         fuses=("all_reduce", "add_rms_norm"),
     ),
     PROJECTED_LATENT_ATTENTION,
+    GATED_DELTA_NET,
     *(
         replace(
             OPS[name],

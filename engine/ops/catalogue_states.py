@@ -6,6 +6,8 @@ row after another, whatever the type of the cache is.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.core.cache_groups import MAX_REJECTED
 from engine.ops.declaration import Op, arrays, attributes
 
@@ -54,9 +56,10 @@ STATE_OPS = (
         positions of the step before again. From `first_line` on the state has, for each key head, {OPEN} lines of keys
         and for each of its value heads `D` lines of `S`, {OPEN} lines of updates, and the decays, behind which the
         first one has the number of closed chunks. A GPU stores the state at multiples of 16 positions, and of each
-        position since then `k`, which is not normalized, `u`, `v`, `g` and `beta` in the same lines. Its sums are
-        float32 sums of matrix products in chunks of 16 positions. If `qkv` has 16 bits, factors that are float32
-        numbers, such as those of the state, are rounded to 17 bits.""",
+        position `p` since then `k`, which is not normalized, `u`, `v`, `g` and `beta` in the same lines, at `p % 32`;
+        each value head has a number of closed chunks. Its sums are float32 sums of matrix products in chunks of 16
+        positions. If `qkv` has 16 bits, factors that are float32 numbers, such as those of the state, are rounded to 17
+        bits.""",
         requires=("num_v_heads % num_k_heads == 0", "head_dim % 16 == 0"),
         header="gated_delta_rule.h",
         cuda="delta_rule",
@@ -81,6 +84,19 @@ STATE_OPS = (
         header="sigmoid_gate.h",
         cuda="gates",
     ),
+)
+
+
+CONV, RULE, NORM, _ = STATE_OPS
+GATED_DELTA_NET = replace(
+    RULE,
+    name="gated_delta_net",
+    inputs=(*CONV.inputs, *RULE.inputs[1:], *NORM.inputs[1:]),
+    outputs=(*arrays("y [T, num_v_heads * head_dim]"), *RULE.outputs[1:]),
+    attributes=(*RULE.attributes, *NORM.attributes),
+    formula="`gated_rms_norm(gated_delta_rule(causal_conv(x, ..), ..), ..)`.",
+    header="",
+    fuses=(CONV.name, RULE.name, NORM.name),
 )
 
 

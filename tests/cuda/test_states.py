@@ -38,6 +38,22 @@ def test_steps_of_one_token_match_reference(device, sizes):
         assert np.abs(found - expected).max() < 3e-6
 
 
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_the_whole_layer_matches_its_parts(device, sizes):
+    """Steps of one token for each request have a kernel of their own, which another kind of step comes before and
+    behind."""
+    layer, ops, rng = Layer([140, 140], *sizes), Ops(device), np.random.default_rng(2)
+    gate = floats(rng, 280, layer.num_v_heads * layer.head_dim)
+    weight, states = floats(rng, layer.head_dim), (layer.new_state(), layer.new_state())
+    parts = [{0: (0, 3), 1: (0, 94)}, *({0: (n, n + 1), 1: (n + 91, n + 92)} for n in range(3, 7))]
+    for part in (*parts, {0: (7, 12), 1: (98, 99)}, {0: (12, 13), 1: (99, 100)}):
+        rows, where = layer.step(states[0], part)
+        given = layer.taps, *where, layer.gates[rows], layer.a_log, layer.dt_bias, *where, gate[rows], weight
+        found, _ = ops.gated_delta_net(layer.x[rows], *given, **layer.heads, epsilon=1e-6)
+        out = layer.run(reference, states[1], part)
+        assert_close(found, reference.gated_rms_norm(out, gate[rows], weight, epsilon=1e-6), 2e-5)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16, np.int8])
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_steps_of_several_requests_match_reference(ops, sizes, dtype):

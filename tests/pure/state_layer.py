@@ -41,16 +41,24 @@ class Layer:
         state.view(np.uint8)[:] = 255
         return state
 
-    def run(self, ops, state, part):
-        """Run the positions first .. end of each request, {request: (first, end)}."""
+    def step(self, state, part):
+        """Return the rows of the positions first .. end of each request, {request: (first, end)}, and their places."""
         rows = np.concatenate([np.arange(*part[b]) + self.starts[b] for b in part])
         starts = np.cumsum([0, *(end - first for first, end in part.values())], dtype=np.int32)
-        where = state, starts, np.array([first for first, _ in part.values()], np.int32), self.tables[list(part)]
+        return rows, (state, starts, np.array([first for first, _ in part.values()], np.int32), self.tables[list(part)])
+
+    @property
+    def heads(self):
+        sizes = {"num_k_heads": self.num_k_heads, "num_v_heads": self.num_v_heads, "head_dim": self.head_dim}
+        return sizes | {"first_line": self.conv_lines}
+
+    def run(self, ops, state, part):
+        """Run the positions first .. end of each request, {request: (first, end)}."""
+        rows, where = self.step(state, part)
         y, same = ops.causal_conv(self.x[rows], self.taps, *where, head_dim=self.head_dim)
         assert same is state
-        heads = {"num_k_heads": self.num_k_heads, "num_v_heads": self.num_v_heads, "head_dim": self.head_dim}
         given = y, self.gates[rows], self.a_log, self.dt_bias
-        return ops.gated_delta_rule(*given, *where, **heads, first_line=self.conv_lines)[0]
+        return ops.gated_delta_rule(*given, *where, **self.heads)[0]
 
     def run_cut(self, ops, state, cuts):
         """Run one request up to each position of `cuts` in turn."""

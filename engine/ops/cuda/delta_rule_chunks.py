@@ -25,6 +25,7 @@ from engine.ops.cuda.delta_rule_kernels import (
     lines_of,
     new_base,
     rows_at,
+    span_of,
     state_at,
 )
 from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
@@ -60,12 +61,9 @@ def prepare_chunks(
             request = middle
         else:
             high = middle
-    start = tl.load(query_starts + request)
-    count = tl.load(query_starts + request + 1) - start
-    first = tl.load(context_lens + request)
-    base = tl.load(bases + request)
-    begin, end = base + (tile - _first_tile(query_starts, request, SPARE)) * CHUNK, first + count
-    if (count > 0) & (begin < end):
+    start, first, end, base = span_of(query_starts, context_lens, bases, request)
+    begin = base + (tile - _first_tile(query_starts, request, SPARE)) * CHUNK
+    if (first < end) & (begin < end):
         table = block_tables + request * table_width
         n = tl.arange(0, CHUNK)
         position = begin + n
@@ -79,7 +77,7 @@ def prepare_chunks(
         for depth in range(0, PADDED, DEPTH):
             d = depth + tl.arange(0, DEPTH)
             k = rows_at(
-                qkv + (NUM_K + key_head) * WIDTH, ROW, state, table, key_line, base, start, first,
+                qkv + (NUM_K + key_head) * WIDTH, ROW, state, table, key_line, start, first,
                 position, is_in, d, d < WIDTH, WORDS, PER_BLOCK, WIDTH,
             )  # fmt: skip
             is_query = (is_in & (position >= first))[:, None] & (d < WIDTH)[None, :]
@@ -94,14 +92,13 @@ def prepare_chunks(
         q_scores *= q_scale[:, None] * k_scale[None, :]
         for head in range(key_head * GROUP, key_head * GROUP + GROUP):
             _, line = lines_of(head, FIRST_LINE, GROUP, WIDTH, OPEN)
-            line += WIDTH + OPEN
             g = factors_at(
-                factors, head, 0, state, table, line, base, start, first, position, is_in,
-                NUM_V, WORDS, PER_BLOCK, WIDTH,
+                factors, head, 0, state, table, line, start, first, position, is_in,
+                NUM_V, WORDS, PER_BLOCK, WIDTH, OPEN,
             )  # fmt: skip
             beta = factors_at(
-                factors, head + NUM_V, KEPT, state, table, line, base, start, first, position, is_in,
-                NUM_V, WORDS, PER_BLOCK, WIDTH,
+                factors, head + NUM_V, KEPT, state, table, line, start, first, position, is_in,
+                NUM_V, WORDS, PER_BLOCK, WIDTH, OPEN,
             )  # fmt: skip
             total = tl.cumsum(g, 0)
             decay = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
@@ -159,12 +156,8 @@ def advance(
     GROUP: tl.constexpr = NUM_V // NUM_K
     ROW: tl.constexpr = (2 * NUM_K + NUM_V) * WIDTH
     IS_FLOAT32: tl.constexpr = qkv.dtype.element_ty == tl.float32
-    start = tl.load(query_starts + request)
-    count = tl.load(query_starts + request + 1) - start
-    if count > 0:
-        first = tl.load(context_lens + request)
-        base = tl.load(bases + request)
-        end = first + count
+    start, first, end, base = span_of(query_starts, context_lens, bases, request)
+    if first < end:
         closed = new_base(base, first, end, MAX_REJECTED)
         table = block_tables + request * table_width
         key_line, line = lines_of(head, FIRST_LINE, GROUP, WIDTH, OPEN)
@@ -190,19 +183,19 @@ def advance(
                 is_own = is_in & (position >= first)
                 row = (start + position - first).to(tl.int64)[:, None]
                 k = rows_at(
-                    keys, ROW, state, table, key_line, base, start, first, position, is_in,
+                    keys, ROW, state, table, key_line, start, first, position, is_in,
                     d, is_d, WORDS, PER_BLOCK, WIDTH,
                 )  # fmt: skip
                 q = tl.load(queries + row * ROW + d[None, :], mask=is_own[:, None] & is_d[None, :], other=0)
                 v = rows_at(
-                    values, ROW, state, table, line + WIDTH + KEPT, base, start, first, position, is_in,
+                    values, ROW, state, table, line + WIDTH + KEPT, start, first, position, is_in,
                     e, is_e, WORDS, PER_BLOCK, WIDTH,
                 )  # fmt: skip
                 at = products + ((begin - base) // CHUNK).to(tl.int64) * NUM_V * PRODUCTS
                 y, u, s = _advance_chunk(q, k.to(q.dtype), v, at, s, IS_FLOAT32)
                 tl.store(out + row * NUM_V * WIDTH + e[None, :], y, mask=is_own[:, None] & is_e[None, :])
                 if begin >= closed:
-                    of_update = tl.where(is_in, line + WIDTH + position - closed, 0)
+                    of_update = line + WIDTH + position % KEPT
                     to = line_at(state, table, of_update, WORDS, PER_BLOCK, WIDTH)[:, None] + e[None, :]
                     tl.store(to, u, mask=is_in[:, None] & is_e[None, :])
             for begin in tl.range(begun, tl.where(part == 0, closed, begun), CHUNK, num_stages=STAGES):

@@ -116,3 +116,19 @@ def test_three_ops_stay_apart_where_something_else_reads_what_is_between_them():
     update = Node("add_rms_norm", (value(20), value(0), value(21)), (value(22), value(23)), {})
     for kept in (latent_graph(out=10), latent_graph(update, out=13)):
         assert names(fuse(kept, ALL)) == [node.op for node in kept.nodes]
+
+
+def test_the_parts_of_a_layer_with_a_state_become_one_that_reads_the_state_before_the_first():
+    where, weights = tuple(map(value, (4, 5, 6))), tuple(map(value, (7, 8)))
+    nodes = [
+        Node("causal_conv", (value(1), value(2), value(3), *where), (value(10), value(11)), {"head_dim": 8}),
+        Node("linear", (value(1), value(9), None), (value(12),), {}),
+        Node("gated_delta_rule", (value(10), value(12), *weights, value(11), *where), (value(13), value(14)), {}),
+        Node("gated_rms_norm", (value(13), value(15), value(16)), (value(17),), {"epsilon": 0.5}),
+    ]
+    linear, fused = fuse(graph(*nodes, output=value(17)), ALL).nodes
+    assert linear == nodes[1]
+    inputs = [1, 2, 3, 4, 5, 6, 12, 7, 8, 3, 4, 5, 6, 15, 16]
+    attributes = {"head_dim": 8, "epsilon": 0.5}
+    assert fused == Node("gated_delta_net", tuple(map(value, inputs)), (value(17), value(14)), attributes)
+    assert fused.updated == value(3)
