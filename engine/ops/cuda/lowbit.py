@@ -19,16 +19,18 @@ from torch.nn import functional
 from engine.ops.cuda.gemv import PackedArrays, multiply
 from engine.ops.cuda.launch import PDL
 from engine.ops.cuda.lowbit_kernels import add_up, many
-from engine.ops.cuda.lowbit_skinny_gemm import few
+from engine.ops.cuda.lowbit_skinny_gemm import few, few_int4
 from engine.ops.cuda.lowbit_values import codes_of, unpack
 from engine.ops.cuda.pointwise import swiglu
 
 INTERPRETED = triton.knobs.runtime.interpret
-FEW = 16  # rows: the kernel for them shares out the columns of a tile to its warps
+FEW = 16  # rows, for which there are kernels of their own
 MANY = 512  # above, weights are unpacked once for a product of cuBLAS
 PROGRAMS = 132  # of the kernel for more than few that an H100 runs at once; of small ones twice as many
 NARROW = 5120  # columns: a program for few rows has to ask for more at a time
+TINY = 2048  # columns: tiles for few rows are smaller, so that the device is busy
 WIDE = 16384  # columns: large tiles pay
+VAST = 24576  # columns: 96 programs with 256 rows of weights
 ADDED = 1024  # numbers of a program that adds up shares
 MIN_BLOCKS = 4  # of columns, that are worth a program
 WORDS = 64  # of a row in a block of columns
@@ -50,8 +52,18 @@ class LowbitTile(NamedTuple):
     warps: int = 8
 
 
+class Int4SkinnyTile(NamedTuple):
+    """Tile of a program of the kernel for few rows and 4-bit codes."""
+
+    shares: int  # blocks of columns that are multiplied at once
+    weights: int  # rows of weights
+    lines: int  # of 128 bytes, of each row of weights and share, that are fetched before the inputs are there
+    num_warps: int
+    num_stages: int
+
+
 class LowbitSkinnyTile(NamedTuple):
-    """Tile of a program of the kernel for few rows."""
+    """Tile of a program of the kernel for few rows and 8-bit codes."""
 
     slices: int  # of the columns, which warps take by turns
     rows: int  # of weights
@@ -150,11 +162,19 @@ def _rounded(x: Tensor) -> Tensor:
     return rounded.float() if INTERPRETED else rounded
 
 
-def few_tile(columns: int, bits: int, *, is_gated: bool) -> LowbitSkinnyTile:
+def few_tile(columns: int) -> LowbitSkinnyTile:
     """Return the fastest tile on an H200."""
-    if columns <= NARROW:
-        return LowbitSkinnyTile(8, 16, 8, 3) if bits == 4 else LowbitSkinnyTile(4, 16, 4, 6)
-    return LowbitSkinnyTile(4, 16, 4, 3 if bits == 4 else 4)
+    return LowbitSkinnyTile(4, 16, 4, 6 if columns <= NARROW else 4)
+
+
+def few_int4_tile(num_rows: int, num_weights: int) -> Int4SkinnyTile:
+    """Return the fastest tile on an H100 for this number of rows of weights. Programs with fewer rows of weights would
+    read x more often than the weights.
+    """
+    if num_weights >= WIDE:
+        return Int4SkinnyTile(1, 256 if num_weights >= VAST else 128, 8, 8, 5)
+    shares = 4 if num_weights <= NARROW else 2
+    return Int4SkinnyTile(shares, 16 if num_weights <= TINY else 32, 4, 4, 4 if num_rows <= 8 else 3)
 
 
 def many_tile(num_rows: int, columns: int, bits: int) -> LowbitTile:
@@ -187,12 +207,19 @@ def _launch(
     if num_rows == 1 and words.shape[2] == WORDS:
         multiply(x, PackedArrays(words, scale, zero, bias), out, bits, is_gated=is_gated)
         return
+    if num_rows <= FEW and bits == 4:
+        small = few_int4_tile(num_rows, columns * (1 + is_gated))
+        few_int4[(triton.cdiv(columns, small.weights // (1 + is_gated)),)](
+            x, *inputs[2:], *sizes, *kind[2:], is_gated, small.shares, small.weights, 8 if num_rows <= 8 else 16,
+            small.lines, num_warps=small.num_warps, num_stages=small.num_stages, **PDL,
+        )  # fmt: skip
+        return
     if num_rows <= FEW:
-        tile = few_tile(columns, bits, is_gated=is_gated)
-        is_even = words[0].numel() * (1 if is_whole else 16 // bits) == x.shape[1] and words.shape[1] % tile.slices == 0
+        tile = few_tile(columns)
+        is_even = words[0].numel() * (1 if is_whole else 2) == x.shape[1] and words.shape[1] % tile.slices == 0
         few[(triton.cdiv(columns, tile.rows // (1 + is_gated)),)](
-            *inputs, *sizes, *kind, is_gated, is_even, tile.slices, tile.rows, 8 if num_rows <= 8 else 16, FEW_LINES,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **PDL,
+            *inputs[:4], *inputs[5:], *sizes, is_whole, *kind[3:], is_gated, is_even, tile.slices, tile.rows,
+            8 if num_rows <= 8 else 16, FEW_LINES, num_warps=tile.num_warps, num_stages=tile.num_stages, **PDL,
         )  # fmt: skip
         return
     large = many_tile(num_rows, columns, bits)

@@ -52,6 +52,25 @@ def finished(sums, x_scale, scale, bias, m, n, num_rows, BITS: tl.constexpr, IS_
 
 
 @triton.jit
+def weight_row(first, i, columns, IS_GATED: tl.constexpr):
+    """Return the row of weights of row `i` of a tile. Those behind the end repeat the last one and are discarded. With
+    IS_GATED, every other eight rows are the gate's, so that a thread has both factors of an output.
+    """
+    if IS_GATED:
+        return tl.minimum(first + i // 16 * 8 + i % 8, columns - 1) + i // 8 % 2 * columns
+    else:
+        return tl.minimum(first + i, columns - 1)
+
+
+@triton.jit
+def gated(y):
+    """Return the `swiglu` [rows / 2, m] of products [rows, m] whose rows of weights are those of `weight_row`."""
+    both = tl.permute(tl.reshape(y, (y.shape[0] // 16, 2, 8, y.shape[1])), (0, 2, 3, 1))
+    gate, up = tl.split(both)
+    return tl.reshape(gate / (1 + tl.exp(-gate)) * up, (y.shape[0] // 2, y.shape[1]))
+
+
+@triton.jit
 def weights_of(
     words, scale, zero, block, row, columns, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr
 ):  # fmt: skip
