@@ -120,12 +120,20 @@ async def inter_token(clients: Clients, machine: Machine, args: argparse.Namespa
     return 1e3 * statistics.quantiles(gaps, n=100)[98]
 
 
+async def transfer(clients: Clients, machine: Machine) -> None:
+    """Wait until a decode instance lets a prompt be computed, and 10 seconds at most."""
+    before, deadline = await metric(clients, machine, FAMILIES[0]), time.monotonic() + 10
+    while await metric(clients, machine, FAMILIES[0]) <= before and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+
+
 async def disturb(clients: Clients, each: Instances, args: argparse.Namespace) -> None:
     """Kill engines and cut links while prompts are transferred."""
     events = ["kill prefill", "kill decode"] * args.kills + ["cut"] * (args.cuts if each.network.has_links else 0)
     clients.rng.shuffle(events)
     for event in events:
-        await asyncio.sleep(clients.rng.uniform(0.5, 1.5))
+        await transfer(clients, each.decode)
+        await asyncio.sleep(clients.rng.uniform(0.0, 0.3))
         print(event, file=sys.stderr, flush=True)
         if event == "cut":
             each.network.set_link(each.prefill.number, up=False)
