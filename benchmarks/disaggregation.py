@@ -43,7 +43,7 @@ class Instances:
         self.prefill, self.decode, self.mixed = [Machine(folder, network, i) for i in range(3)]
         port = self.prefill.ports["SERVICE_HTTP_PORT"] + 400
         for machine in (self.prefill, self.decode):
-            machine.env |= {"KV_TRANSFER": transfer}
+            machine.env |= {"KV_TRANSFER": transfer, "UCX_TLS": "tcp,self"}  # not from memory to memory of one host
         self.prefill.env |= {"SPLITWISE_ROLE": "prefill"}
         self.decode.env |= {"SPLITWISE_ROLE": "decode", "PREFILL_INSTANCES": f"{self.prefill.ip}:{port}"}
         self.all = [self.prefill, self.decode, self.mixed]

@@ -51,7 +51,8 @@ class ReadyJobs:
 
 def nixl_blocks(num_blocks: int, rng: np.random.Generator | None = None) -> NixlBlocks:
     """Return blocks in memory that NIXL reads, with random content or none."""
-    os.environ["UCX_TCP_BRIDGE_ENABLE"] = "y"  # this process is reached over the bridge
+    # This process is reached over the bridge, and not from memory to memory as on one host.
+    os.environ |= {"UCX_TCP_BRIDGE_ENABLE": "y", "UCX_TLS": "tcp,self"}
     caches = np.zeros((NUM_LAYERS, num_blocks, BLOCK_BYTES // NUM_LAYERS), np.uint8)
     if rng:
         caches[:] = rng.integers(256, size=caches.shape, dtype=np.uint8)

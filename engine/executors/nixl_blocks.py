@@ -8,7 +8,6 @@ import importlib
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ from engine.settings.disaggregation import NIXL
 
 MODULES = "nixl_cu13", "nixl_cu12"  # of the packages nixl-cu13 and nixl-cu12; either works without CUDA
 DEFAULTS = {"NIXL_LOG_LEVEL": "WARN", "UCX_MEM_MMAP_HOOK_MODE": "none"}  # the latter: do not patch malloc
+THREAD_WAIT_US = 20_000  # at most, for events
 STAGING_BYTES = 128 << 20  # of each rank of a decode instance
 MIN_SLOTS = 8
 
@@ -53,29 +53,28 @@ class LocalBlocks(BlockAccess, Protocol):
         ...
 
 
-@dataclass
-class _Peer:
+class _Peer(NamedTuple):
     """Caches of another process that are open here."""
 
     agent: str
     device: int
     region: Region
-    handles: dict[int, Any] = field(default_factory=dict)  # of reads that have not ended, by their numbers
-    is_closed: bool = False
 
 
 class NixlBlocks:
     """Access to the blocks of one rank (see `FetchedBlocks`). Owns an agent of NIXL, which has a thread of its own.
 
     Blocks are read into a staging area and not into the KV cache, because NIXL cannot cancel a read: one that was given
-    up still writes when the other process continues, even after its handle was released.
+    up still writes when the other process continues, even after its peer was removed. The digest tells if it writes a
+    slot that is used again; slots that were given back last are used last.
     """
 
     def __init__(self, local: LocalBlocks):
         self._local, self._agent = local, _make_agent()
         self._staged: Region | None = None
         self._peers: dict[int, _Peer] = {}
-        self._reads: dict[int, _Peer | str] = {}  # by their numbers; text: why it has failed
+        self._handles: dict[int, Any] = {}  # of reads that have not ended, by their numbers
+        self._failed: dict[int, str] = {}  # why reads have failed that have not begun
 
     @property
     def num_steps(self) -> int:
@@ -119,53 +118,40 @@ class NixlBlocks:
 
     def close(self, peer: int) -> None:
         if opened := self._peers.pop(peer, None):
-            opened.is_closed = True
-            self._forget(opened)
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(opened.agent)  # its reads fail
 
     def fetch(self, number: int, peer: int, moves: Moves) -> None:
         opened = self._peers.get(peer)
         if opened is None or not all(0 <= block < opened.region.num_blocks for block, _ in moves):
-            self._reads[number] = "a block is not one of those that are shared"
+            self._failed[number] = "a block is not one of those that are shared"
             return
         assert self._staged is not None
-        self._reads[number] = opened
         blocks, slots = zip(*moves, strict=True)
         try:
             sides = (
                 self._places(self._staged, slots, self._local.memory[1]),
                 self._places(opened.region, blocks, opened.device),
             )
-            opened.handles[number] = self._agent.initialize_xfer("READ", *sides, opened.agent)
-            self._agent.transfer(opened.handles[number])  # if it fails at once, its state says so
+            self._handles[number] = self._agent.initialize_xfer("READ", *sides, opened.agent)
+            self._agent.transfer(self._handles[number])  # if it fails at once, its state says so
         except Exception as error:
-            self._end(number, opened, _text(error))
+            self._failed[number] = _text(error)
 
     def fetched(self, number: int) -> str | None:
-        if isinstance(opened := self._reads.get(number, ""), _Peer):
+        reason = self._failed.pop(number, "")
+        if (handle := self._handles.get(number)) and not reason:
             try:
-                state = self._agent.check_xfer_state(opened.handles[number])
+                state = self._agent.check_xfer_state(handle)
             except Exception as error:
                 state = _text(error)
             if state == "PROC":
                 return None
-            self._end(number, opened, "" if state == "DONE" else state)
-        reason = self._reads.pop(number, "")
-        assert isinstance(reason, str)
-        return reason
-
-    def _end(self, number: int, opened: _Peer, reason: str) -> None:
-        self._reads[number] = reason
-        if handle := opened.handles.pop(number, None):
+            reason = "" if state == "DONE" else state
+        if handle := self._handles.pop(number, None):
             with contextlib.suppress(Exception):
                 self._agent.release_xfer_handle(handle)
-        self._forget(opened)
-
-    def _forget(self, opened: _Peer) -> None:
-        """Disconnect from a peer that was closed, when its last read has ended: before, NIXL would call a read failed
-        that may still write."""
-        if opened.is_closed and not opened.handles:
-            with contextlib.suppress(Exception):
-                self._agent.remove_remote_agent(opened.agent)
+        return reason
 
     def _register(self, region: Region) -> None:
         """Let NIXL access memory. Raises OSError."""
@@ -201,8 +187,25 @@ def _make_agent() -> Any:
             continue
         except ImportError as error:
             raise ConfigError(f"KV_TRANSFER is {NIXL}, but its package cannot be loaded: {error}") from None
-        return nixl.nixl_agent(secrets.token_hex(8), nixl.nixl_agent_config())
+        return _agent_that_waits(nixl)
     raise ConfigError(f"KV_TRANSFER is {NIXL}, which needs a package: pip install --no-deps nixl-cu13")
+
+
+def _agent_that_waits(nixl: Any) -> Any:
+    """Return an agent whose thread waits for events. NIXL's Python code sets no delay, and the thread then keeps a core
+    busy."""
+    bindings = nixl.nixlBind
+    plain: Any = bindings.nixlAgentConfig
+
+    class WaitingConfig(plain):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, THREAD_WAIT_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = WaitingConfig
+    try:
+        return nixl.nixl_agent(secrets.token_hex(8), nixl.nixl_agent_config())
+    finally:
+        bindings.nixlAgentConfig = plain
 
 
 def _text(error: Exception) -> str:

@@ -73,7 +73,7 @@ class FetchedBlocks(DeviceBlocks, Protocol):
         ...
 
     def fetched(self, number: int) -> str | None:
-        """Return None while a read may still write its slots, then once why it has failed, otherwise an empty text."""
+        """Return None while a read has not ended, then once why it has failed, and otherwise an empty text."""
         ...
 
 

@@ -30,7 +30,7 @@ class Staging:
     @contextlib.asynccontextmanager
     async def fetch(self, peer: int, blocks: Sequence[int]) -> AsyncIterator[list[int]]:
         """Read blocks of a peer and give the slots where they are. Raises TimeoutError if no slots become free, and
-        OSError if the read fails. Slots of a read that was given up are used again when it has ended."""
+        OSError if the read fails. Slots of a read that was given up are used again when it has failed."""
         slots: list[int] = []
         task: asyncio.Task[str] | None = None
         try:
@@ -56,7 +56,7 @@ class Staging:
             self._free.put_nowait(slot)
 
     async def _read(self, peer: int, moves: Moves) -> str:
-        """Return when the slots are not written any more: an empty text, or why the read has failed."""
+        """Return an empty text when the blocks have been read, or why they have not."""
         number = next(self._numbers)
         self._device.fetch(number, peer, moves)
         while (reason := self._device.fetched(number)) is None:

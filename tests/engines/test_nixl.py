@@ -171,8 +171,11 @@ def test_a_prompt_whose_instance_is_killed_during_a_read_is_computed_here(graph_
 
 
 @needs_nixl
-def test_a_read_that_was_given_up_writes_no_block_when_the_instance_continues(graph_dir, instance, port, monkeypatch):
-    """NIXL cannot cancel it: it writes the staging area after the prompt was computed here. Its slots are free then."""
+def test_a_read_that_was_given_up_writes_no_block_when_the_instance_continues(
+    graph_dir, instance, port, monkeypatch, tcp_blocks
+):
+    """NIXL cannot cancel it: it writes the staging area after the prompt was computed here. The instance is read again
+    when it is connected again."""
     monkeypatch.setattr(messages, "SILENT_S", 0.5)
     process = instance(graph_dir, port, kv_transfer="nixl")
     decode = Decode.of(graph_dir, port)
@@ -182,16 +185,17 @@ def test_a_read_that_was_given_up_writes_no_block_when_the_instance_continues(gr
     prompts = [(LONG, FEW), (LONG[::-1], FEW)]
     expected = answers_of_one(loop_of(graph_dir)[0], prompts)
     assert decode.run()["0"] == expected["0"]
-    assert decode.counts == (1, 1)
     assert states == [None]
-    assert decode.client.staging._free.qsize() < num_slots
+    assert decode.counts == (1, 1)
+    wait_until(lambda: decode.client.staging._free.qsize() == num_slots)
     process.send_signal(signal.SIGCONT)
-    wait_until(lambda: decode.client.is_ready and decode.client.staging._free.qsize() == num_slots)
+    wait_until(lambda: decode.client.is_ready)
     decode.add("1", LONG[::-1], FEW)
     decode.add("2", LONG, FEW)
     decode.run()
     assert decode.answers == {"0": expected["0"], "1": expected["1"], "2": expected["0"]}
     assert decode.counts == (2, 1)
+    assert not tcp_blocks
 
 
 @needs_nixl
@@ -227,6 +231,16 @@ def test_a_block_that_is_overwritten_during_its_read_is_computed_here(graph_dir,
         decode.add("0", LONG, FEW)
         assert decode.run()["0"] == answers_of_one(loop_of(graph_dir)[0], [(LONG, FEW)])["0"]
     assert decode.counts == (1, 1)
+
+
+@needs_nixl
+def test_the_thread_of_an_agent_waits_for_events(monkeypatch):
+    name = next(filter(importlib.util.find_spec, nixl_blocks.MODULES))
+    bindings, configs = importlib.import_module(f"{name}._api").nixlBind, []
+    make = bindings.nixlAgent
+    monkeypatch.setattr(bindings, "nixlAgent", lambda name, config: configs.append(config) or make(name, config))
+    NixlBlocks(None)
+    assert [config.pthrDelay for config in configs] == [nixl_blocks.THREAD_WAIT_US]
 
 
 @needs_nixl
