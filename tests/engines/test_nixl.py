@@ -137,10 +137,12 @@ def test_ranks_read_their_shares(exported, instance, port, tcp_blocks):
     ranks = {"mp_num": 2, "cpu_threads": 1}
     instance(graph_dir, port, kv_transfer="nixl", **ranks)
     decode = Decode.of(graph_dir, port, **ranks)
-    decode.add("0", LONG, FEW)
-    answer = decode.run()["0"]
-    decode.decode.executor.close()
-    assert answer == answers_of_one(loop_of(graph_dir, **ranks)[0], [(LONG, FEW)])["0"]
+    with contextlib.closing(decode.decode.executor):  # a process can have one model of several ranks at a time
+        decode.add("0", LONG, FEW)
+        answer = decode.run()["0"]
+    loop, _ = loop_of(graph_dir, **ranks)
+    with contextlib.closing(loop.executor):
+        assert answer == answers_of_one(loop, [(LONG, FEW)])["0"]
     assert decode.counts == (1, 0)
     assert not tcp_blocks
 
