@@ -141,7 +141,7 @@ DEVIATIONS = (
         "`paddlepaddle-gpu`",
         "runs the model",
         "torch runs it; `paddlepaddle` exports it",
-        "[gpu.md](gpu.md#why-not-paddlepaddle-gpu) gives the reasons.",
+        "[the reasons](gpu-kernels.md#why-not-paddlepaddle-gpu).",
     ),
     Deviation(
         "A chat whose roles do not alternate",

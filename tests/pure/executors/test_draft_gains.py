@@ -76,7 +76,7 @@ def rate(steps: list[tuple[int, float]]) -> float:
     return sum(tokens for tokens, _ in steps) / sum(time for _, time in steps)
 
 
-# The times of the models of docs/gpu.md, and of others whose drafts pay by about 10% or by much.
+# The times of the models of docs/benchmarks.md, and of others whose drafts pay by about 10% or by much.
 PAYING = [
     pytest.param(1, Device(3.77, 4.7, 0.02, 0.3, 0.65), id="draft model, 1"),
     pytest.param(8, Device(4.05, 5.0, 0.02, 0.4, 0.7), id="draft model, 8"),
