@@ -321,6 +321,23 @@ def _gated(linear: Op) -> Op:
     )
 
 
+def _summed(product: Op) -> Op:
+    """Return the fusion of a product with the sum over all ranks and the norm behind it."""
+    norm = OPS["add_rms_norm"]
+    return replace(
+        norm,
+        name=f"{product.name}_all_reduce_add_rms_norm",
+        inputs=(*product.inputs, norm.inputs[1], replace(norm.inputs[2], name="norm_weight")),
+        attributes=(*product.attributes, *norm.attributes),
+        formula=f"`add_rms_norm(all_reduce({product.name}(..)), residual, norm_weight)`.",
+        header="",
+        cuda="rank_products",
+        is_row_wise=False,
+        fuses=(product.name, "all_reduce", "add_rms_norm"),
+        weights=("weight",),
+    )
+
+
 FUSED = (
     *(_gated(each) for each in EXPORTED if each.weights),
     replace(
@@ -332,6 +349,7 @@ FUSED = (
         header="",
         fuses=("head_norm", "paged_attention"),
     ),
+    *(_summed(OPS[name]) for name in ("linear", "expert_down")),
     replace(
         OPS["add_rms_norm"],
         name="all_reduce_add_rms_norm",

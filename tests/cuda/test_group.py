@@ -15,8 +15,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
 from engine.ops.cpu.group import Membership  # noqa: E402
-from engine.ops.cuda import group, norms  # noqa: E402
+from engine.ops.cuda import group, norms, rank_products  # noqa: E402
+from engine.ops.cuda.experts import expert_down  # noqa: E402
 from engine.ops.cuda.one_shot_all_reduce import CAPACITY, MAX_PROGRAMS  # noqa: E402
+from engine.ops.cuda.products import linear  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.pure.ranks import tcp_pair  # noqa: E402
 
@@ -140,6 +142,35 @@ def test_a_sum_and_its_norm_are_the_same_together_and_apart(num_ranks, num_hosts
         for y, residual, expected_y, expected_residual in per_rank:
             np.testing.assert_allclose(y, expected_y, atol=2e-2 if len(DTYPES) > 1 else 1e-5, rtol=1e-2)
             np.testing.assert_allclose(residual, expected_residual, atol=2e-2 if len(DTYPES) > 1 else 1e-5, rtol=1e-2)
+
+
+def summed_products(rank, device):
+    """Return norms and residuals of the sums of products, of which those of one row are sent by their programs."""
+    found = []
+    for num_rows in (1, 2, 1, 1):
+        for dtype in DTYPES:
+            x, residual = (of_rank(which, num_rows, (num_rows, 96), dtype).to(device) for which in (rank, 9))
+            matrices = of_rank(rank, 1, (4 * 96, 96), dtype).to(device)
+            norm, ids = torch.linspace(0.5, 2, 96, device=device), torch.tensor([[2, 0]] * num_rows, device=device)
+            ids, weights = ids.to(torch.int32), torch.full((num_rows, 2), 0.25, device=device)
+            both, given = x.repeat(1, 2), (ids, weights, matrices, None)
+            products = [
+                (rank_products.linear_all_reduce_add_rms_norm, linear, (x, matrices[:96], None), {}),
+                (rank_products.expert_down_all_reduce_add_rms_norm, expert_down, (both, *given), {"num_experts": 4}),
+            ]
+            for fused, product, inputs, sizes in products:
+                found.append([*fused(*inputs, residual.clone(), norm, epsilon=1e-5, **sizes)])
+                found[-1] += group.all_reduce_add_rms_norm(
+                    product(*inputs, **sizes), residual.clone(), norm, epsilon=1e-5
+                )
+    return [[each.float().cpu().numpy() for each in case] for case in found]
+
+
+def test_products_that_their_programs_send_have_the_same_sums(num_ranks):
+    for per_rank in on_ranks(num_ranks, summed_products):
+        for y, residual, expected_y, expected_residual in per_rank:
+            np.testing.assert_array_equal(y, expected_y)
+            np.testing.assert_array_equal(residual, expected_residual)
 
 
 GATHERED = [(1, 7, 13), (3, 4097, 8194), (2, 5, 10), (MANY_ROWS, 4, 7)]  # rows, of each rank, of all that are wanted

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.ops.cuda import experts_few, experts_few_packed, experts_gemv, fp8, lowbit
 from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, INT8, combine, grouped
 from engine.ops.cuda.launch import PDL
+from engine.ops.cuda.one_shot_all_reduce import PeerBuffers
 from engine.ops.cuda.routing import num_experts_of, order_of
 
 FEW = 1  # tokens up to which slots are not sorted
@@ -99,14 +100,16 @@ def down(
     *arrays: Tensor | None,
     num_experts: int,
     is_invariant: bool,
+    to: PeerBuffers | None = None,
 ) -> Tensor:
-    """Return the weighted sums [T, N] of the products of h [T, top_k * K] by the experts of each row."""
+    """Return the weighted sums [T, N] of the products of h [T, top_k * K] by the experts of each row. Those of one row
+    are also sent to the ranks of `to`."""
     stored, (num_rows, top_k) = ExpertWeights.of(kind, arrays, topk_ids), topk_ids.shape
     columns = stored.num_rows // num_experts
     out = h.new_empty(num_rows, columns)
     if num_rows <= FEW and not is_invariant:
         if stored.kind == DENSE:
-            experts_few.down(h, topk_ids, topk_weights, stored, out, num_experts)
+            experts_few.down(h, topk_ids, topk_weights, stored, out, num_experts, to)
         elif experts_gemv.can_multiply(stored, top_k):
             experts_gemv.down(h, topk_ids, topk_weights, stored, out)
         else:

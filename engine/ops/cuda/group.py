@@ -149,6 +149,12 @@ def broadcast(numbers: Tensor) -> Tensor:
     return numbers
 
 
+def peers_of(row: Tensor) -> PeerBuffers | None:
+    """Return the buffers through which ranks can sum a row like this one [1, N] that its programs have sent."""
+    buffers = _buffers_of_all()
+    return buffers if buffers and buffers.fits(1, one_shot_all_reduce.words_of(row)) else None
+
+
 def _buffers_of_all() -> PeerBuffers | None:
     """Return the buffers that connect all ranks; None if there are several hosts."""
     return _joined.buffers if _joined and not _joined.across else None

@@ -40,6 +40,16 @@ class PeerBuffers(NamedTuple):
         return num_programs * (self.num_ranks - 1) <= MAX_PROGRAMS and num_words <= CAPACITY
 
 
+def recipients(to: PeerBuffers | None, anything: Tensor) -> tuple[Tensor, Tensor]:
+    """Return addresses and calls for a kernel that sends its results to the ranks of `to`, if there are any."""
+    return (to.addresses, to.calls) if to else (anything, anything)
+
+
+def ranks_of(to: PeerBuffers | None) -> tuple[int, int]:
+    """Return this rank and the number of ranks for such a kernel, or (0, 1)."""
+    return (to.rank, to.num_ranks) if to else (0, 1)
+
+
 def words_of(x: Tensor) -> int:
     """Return the number of 4-byte words in a row of `x`, or CAPACITY + 1 if a row does not consist of whole words."""
     num_bytes = x.shape[1] * x.element_size()
@@ -47,16 +57,22 @@ def words_of(x: Tensor) -> int:
 
 
 def all_reduce(
-    buffers: PeerBuffers, x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float
+    buffers: PeerBuffers,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    epsilon: float,
+    *,
+    is_sent: bool = False,
 ) -> Tensor:
     """Return the sum of x [T, N] over all ranks, in rank order, f32 or bf16. With `residual` and `weight`, add the sum
-    to `residual` in place and return the RMSNorm of the result."""
+    to `residual` in place and return the RMSNorm of the result. `is_sent`: the kernel that computed x has sent it."""
     num_words, out = words_of(x), torch.empty_like(x)
     words = [None if each is None else each.view(torch.int32) for each in (x, residual, out)]
     block = triton.next_power_of_2(num_words)
     _all_reduce[(len(x),)](
         *words[:2], weight, words[2], buffers.addresses, buffers.calls, num_words, epsilon,
-        buffers.rank, buffers.num_ranks, x.dtype == torch.bfloat16, residual is not None, CAPACITY, block,
+        buffers.rank, buffers.num_ranks, x.dtype == torch.bfloat16, residual is not None, is_sent, CAPACITY, block,
         num_warps=max(4, block // 256), **PDL,
     )  # fmt: skip
     return out
@@ -114,6 +130,24 @@ def _send(
 
 
 @triton.jit
+def send_columns(
+    values, first, columns, addresses, calls, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, CAPACITY: tl.constexpr,
+    IS_BF16: tl.constexpr,
+):  # fmt: skip
+    """Send the columns of a single row that begin with `first` to all other ranks, for an `all_reduce` with IS_SENT.
+    There are a power of two of them, at least two."""
+    count: tl.constexpr = values.shape[0] // (1 + IS_BF16)
+    at = first // (1 + IS_BF16) + tl.arange(0, count)
+    if IS_BF16:
+        low, high = tl.split(tl.reshape(values, (count, 2)))
+        words = _bits(low) | (_bits(high) << 16)
+    else:
+        words = values.to(tl.int32, bitcast=True)
+    call = tl.load(calls) + 1
+    _send(words, at < columns // (1 + IS_BF16), at, addresses, tl.program_id(0) * 0, call, RANK, NUM_RANKS, CAPACITY)
+
+
+@triton.jit
 def _received(
     is_in, at, addresses, source: tl.constexpr, program, call, RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -143,7 +177,7 @@ def _bits(values):
 @kernel
 def _all_reduce(
     x, residual, weight, out, addresses, calls, num_words, epsilon, RANK: tl.constexpr, NUM_RANKS: tl.constexpr,
-    IS_BF16: tl.constexpr, HAS_NORM: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+    IS_BF16: tl.constexpr, HAS_NORM: tl.constexpr, IS_SENT: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum one row. A word of bf16 holds two numbers, which are summed separately."""
     begin_next()
@@ -160,7 +194,7 @@ def _all_reduce(
     call = tl.load(calls + row) + 1
     here = row.to(tl.int64) * num_words + at
     own = tl.load(x + here, mask=is_in, other=0)
-    _send(own, is_in, at, addresses, row, call, RANK, NUM_RANKS, CAPACITY)
+    _send(own, is_in, at, addresses, row, call, RANK, 1 if IS_SENT else NUM_RANKS, CAPACITY)
     sums = tl.zeros([BLOCK], tl.float32)
     high_sums = tl.zeros([BLOCK], tl.float32)
     if HAS_NORM:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from engine.ops.cuda import skinny_gemm
 from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.one_shot_all_reduce import CAPACITY, PeerBuffers, ranks_of, recipients, send_columns
 from engine.ops.cuda.pointwise import swiglu
 
 # Up to so many columns: the rows of weights of a program, and columns at a time. As measured on an H200 in the shapes
@@ -19,10 +20,11 @@ TILES = (2048, 4, 2048), (4095, 4, 1024), (4096, 8, 1024), (10239, 8, 512)
 SMALL = 2, 2048  # for more columns and where there are two rows of weights for each
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply x [T, K] with weight [N, K]. Return [T, N] in the type of both."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, to: PeerBuffers | None = None) -> Tensor:
+    """Multiply x [T, K] with weight [N, K]. Return [T, N] in the type of both. A single row is also sent to the ranks
+    of `to`."""
     if len(x) == 1:
-        return _gemv(x, weight, bias, x.new_empty(1, len(weight)))
+        return _gemv(x, weight, bias, x.new_empty(1, len(weight)), to=to)
     if skinny_gemm.are_few(x):
         return skinny_gemm.multiply(x, weight, bias, x.new_empty(len(x), len(weight)))
     return functional.linear(x, weight, bias)
@@ -53,21 +55,29 @@ def gather_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool = False) -> Tensor:
+def _gemv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    is_gated: bool = False,
+    to: PeerBuffers | None = None,
+) -> Tensor:
     columns, width = out.shape[1], x.shape[1]
     block_n, block_k = next((tile for most, *tile in TILES if columns <= most and not is_gated), SMALL)
     block_k = min(block_k, triton.next_power_of_2(width))
     _multiply[(triton.cdiv(columns, block_n),)](
-        x, weight, x if bias is None else bias, out, columns, width, bias is not None, is_gated, block_n, block_k,
-        num_warps=4, **PDL,
+        x, weight, x if bias is None else bias, out, *recipients(to, x), columns, width, bias is not None, is_gated,
+        block_n, block_k, *ranks_of(to), CAPACITY, num_warps=4, **PDL,
     )  # fmt: skip
     return out
 
 
 @kernel
 def _multiply(
-    x, weight, bias, out, columns, width, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, bias, out, addresses, calls, columns, width, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N outputs; with IS_GATED, those of the gate and as many gated values, whose rows of weights follow
     all of the gate's.
@@ -103,4 +113,7 @@ def _multiply(
         if HAS_BIAS:
             up_y += tl.load(bias + columns + n, mask=n < columns, other=0).to(tl.float32)
         y = y / (1 + tl.exp(-y)) * up_y
+    if NUM_RANKS > 1:
+        is_bf16: tl.constexpr = out.dtype.element_ty == tl.bfloat16
+        send_columns(y, tl.program_id(0) * BLOCK_N, columns, addresses, calls, RANK, NUM_RANKS, CAPACITY, is_bf16)
     tl.store(out + n, y, mask=n < columns)

@@ -75,6 +75,17 @@ def test_a_sum_over_ranks_and_the_norm_behind_it_become_one_with_the_attributes_
     assert fused.updated == value(2)
 
 
+@pytest.mark.parametrize("keep_products", [False, True])
+def test_a_product_before_the_sum_and_the_norm_joins_them_unless_adapters_are_added_to_it(keep_products):
+    product = Node("linear", (value(0), value(1), None), (value(2),), {})
+    total = Node("all_reduce", (value(2),), (value(3),), {})
+    norm = Node("add_rms_norm", (value(3), value(4), value(5)), (value(6), value(7)), {"epsilon": 0.5})
+    fused = fuse(graph(product, total, norm, output=value(6)), ALL, keep_products)
+    together = "linear_all_reduce_add_rms_norm"
+    assert names(fused) == (["linear", "all_reduce_add_rms_norm"] if keep_products else [together])
+    assert fused.nodes[-1].updated == value(4)
+
+
 @pytest.mark.parametrize("is_gathered", [False, True])
 def test_the_product_that_makes_the_logits_has_an_op_of_its_own(is_gathered):
     nodes = [
