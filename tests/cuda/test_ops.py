@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.catalogue import OPS  # noqa: E402
-from engine.ops.cuda import skinny_gemm  # noqa: E402
+from engine.ops.cuda import balanced_splits, skinny_gemm  # noqa: E402
 from engine.ops.cuda.prefill_attention import KnownStarts  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, Ops, array, assert_close, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
@@ -204,7 +204,23 @@ BATCHES = [
     ),
     pytest.param(PagedBatch([0, 40, 90], [19, 9, 1], has_sinks=True, window=20, **SMALL), id="sinks"),
     pytest.param(PagedBatch([300, 7], [1, 1], has_sinks=True, softcap=3.0, **SMALL), id="sinks in decode"),
+    pytest.param(PagedBatch([15, 500, 0, 16, 31], [1] * 5, num_heads=6, **SMALL), id="a long one in decode"),
 ]
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_contexts_are_divided_into_as_many_pieces_of_equal_length_as_there_are_programs(device, window):
+    lens = [900, 15, 16, 0, 300]
+    ids = torch.tensor(lens, dtype=torch.int32, device=device)
+    for num_programs in (5, 7, 20, 200):
+        division = array(balanced_splits.divide(ids, num_programs, 16, window, ids)).tolist()
+        length, pieces, starts = division[0], division[1 : num_programs + 1], division[num_programs + 1 :]
+        tiles = [each // 16 + 1 - (max(0, each - window + 1) // 16 if window else 0) for each in lens]
+        counts = [-(-each // length) for each in tiles]
+        assert starts == [sum(counts[:number]) for number in range(len(lens) + 1)]
+        expected = [number | part << 16 for number, count in enumerate(counts) for part in range(count)]
+        assert pieces == expected + [-1] * (num_programs - len(expected))
+        assert length == 1 or sum(-(-each // (length - 1)) for each in tiles) > num_programs
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda import prefill_attention
+from engine.ops.cuda import balanced_splits, prefill_attention
 from engine.ops.cuda.int8_cache import key_scales, numbers, scales_at, value_scales
 from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, shared_memory, wait_for_inputs
 from engine.ops.cuda.merging import combine, first_seen
@@ -130,18 +130,28 @@ def _attend_all(
     rows, most, options = _tile_for(group, few, kv_cache.dtype, head_dim > WIDE)
     tokens = 1 if one_each else rows // group
     num_tiles = num_tokens if one_each else num_tokens // tokens + num_requests
-    max_blocks = min(block_tables.shape[1], scoring.window // block_size + 2 if scoring.window else MAX_BLOCKS)
+    max_blocks = scoring.window // block_size + 2 if scoring.window else MAX_BLOCKS
+    if not one_each:  # kernels of decode steps do not depend on the table, so that none is compiled late
+        max_blocks = min(block_tables.shape[1], max_blocks)
     splits = _num_splits(triton.cdiv(num_tokens, tokens) * num_kv_heads, max_blocks) if few else 1
-    partial = query.new_empty(num_tokens, num_heads, splits, head_dim + 2, dtype=torch.float32) if splits > 1 else out
+    tile, division = min(block_size, most), None
+    if cos_sin is not None and 1 < num_requests <= balanced_splits.MAX_REQUESTS:
+        splits, num_tiles = 1, _num_programs(num_requests, num_kv_heads)
+        division = balanced_splits.divide(where[1], num_tiles, tile, scoring.window, cos_sin)
+    parts = (num_tiles, num_heads) if division is not None else (num_tokens, num_heads, splits)
+    is_whole = splits == 1 and division is None
+    partial = out if is_whole else query.new_empty(*parts, head_dim + 2, dtype=torch.float32)
     grid = num_tiles, num_kv_heads, splits
     _attend[grid](
-        query, kv_cache, *where, out if splits == 1 else partial, num_requests, block_tables.shape[1],
-        *scoring.numbers(query), query if cos_sin is None else cos_sin, *norm,
-        num_kv_heads, group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size, min(block_size, most),
-        rows, tokens, one_each, splits, 0 if cos_sin is None else cos_sin.shape[1], has_norm,
+        query, kv_cache, *where, query if division is None else division, out, partial, num_requests,
+        block_tables.shape[1], *scoring.numbers(query), query if cos_sin is None else cos_sin, *norm,
+        num_kv_heads, group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size, tile,
+        rows, tokens, one_each, division is not None, splits, 0 if cos_sin is None else cos_sin.shape[1], has_norm,
         *scoring.kinds, **options, **PDL,
     )  # fmt: skip
-    if splits > 1:
+    if division is not None:
+        balanced_splits.combine(partial, division, out, num_requests, num_tiles)
+    elif splits > 1:
         padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)
         combine[(num_tokens, num_heads)](partial, out, num_heads, splits, head_dim, *padded, num_warps=2, **PDL)
     return out
@@ -163,6 +173,12 @@ def _tile_for(group: int, few: int, dtype: torch.dtype, is_wide: bool) -> tuple[
     return rows, MAX_TILE, DECODE if few == 1 else {**DECODE, "num_warps": max(rows // 16, DECODE["num_warps"])}
 
 
+def _num_programs(num_requests: int, num_kv_heads: int) -> int:
+    """Return the number of programs for each key/value head among which the contexts of several requests are divided:
+    as many as run at once, or half as many again as requests, for those with longer contexts."""
+    return max(PROGRAMS_PER_SM * num_sms() // num_kv_heads, num_requests + num_requests // 2)
+
+
 def _num_splits(num_programs: int, max_blocks: int) -> int:
     """Return the number of splits that keeps the device busy. It is a power of two, so that few kernels are
     compiled.
@@ -174,11 +190,11 @@ def _num_splits(num_programs: int, max_blocks: int) -> int:
 
 @kernel
 def _attend(
-    query, cache, query_starts, context_lens, block_tables, out, num_requests, table_width, scale, softcap, sinks,
-    cos_sin, q_weight, k_weight, epsilon,
+    query, cache, query_starts, context_lens, block_tables, division, out, partial, num_requests, table_width, scale,
+    softcap, sinks, cos_sin, q_weight, k_weight, epsilon,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr,
-    SPLITS: tl.constexpr, ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
+    IS_DIVIDED: tl.constexpr, SPLITS: tl.constexpr, ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one tile of queries. `scale` includes the factor log2(e), because powers are of two. If
@@ -186,8 +202,13 @@ def _attend(
     """
     begin_next()
     wait_for_inputs()
-    split = tl.program_id(2)
-    request, first, count, begin = tile_of_queries(query_starts, num_requests, TOKENS, ONE_EACH)
+    if IS_DIVIDED:
+        piece = tl.load(division + 1 + tl.program_id(0))
+        request, split, begin, count = piece & 0xFFFF, piece >> 16, 0, tl.where(piece < 0, 0, 1)
+        first = request
+    else:
+        split = tl.program_id(2)
+        request, first, count, begin = tile_of_queries(query_starts, num_requests, TOKENS, ONE_EACH)
     if begin < count:
         context = tl.load(context_lens + request)
         end = context + tl.minimum(begin + TOKENS, count)
@@ -198,7 +219,7 @@ def _attend(
         is_in = is_row[:, None] & (d < HEAD_DIM)[None, :]
         num_tiles = tl.cdiv(end, TILE)
         begins = first_seen(context + begin, WINDOW) // TILE
-        each = tl.cdiv(num_tiles - begins, SPLITS)
+        each = tl.load(division) if IS_DIVIDED else tl.cdiv(num_tiles - begins, SPLITS)
         start = begins + split * each
         stop = tl.minimum(start + each, num_tiles)
         if ROTARY_DIM > 0:
@@ -232,12 +253,14 @@ def _attend(
                 q, tiles, table, tile, position, end, scale, softcap, m, total, sums,
                 NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True, WINDOW, HAS_CAP,
             )  # fmt: skip
-        if SPLITS == 1:
+        is_whole = num_tiles - begins <= each if IS_DIVIDED else SPLITS == 1
+        if is_whole:
             total = tl.where(is_row, total, 1.0)  # padding rows may be outside of every window
             tl.store(out + at[:, None] + d[None, :], sums / total[:, None], mask=is_in)
         else:
             width: tl.constexpr = HEAD_DIM + 2
-            to = out + (row * SPLITS + split) * width
+            part = row + (tl.program_id(0) - first) * NUM_KV_HEADS * GROUP if IS_DIVIDED else row * SPLITS + split
+            to = partial + part * width
             tl.store(to[:, None] + d[None, :], sums, mask=is_in)
             tl.store(to + HEAD_DIM, m, mask=is_row)
             tl.store(to + HEAD_DIM + 1, total, mask=is_row)

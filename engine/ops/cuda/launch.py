@@ -1,6 +1,8 @@
 """Programmatic dependent launch: a kernel may begin while the one before it ends, up to where it needs what that makes.
 
 Every kernel calls `begin_next` first and, on every path, `wait_for_inputs` before it touches what others read or write.
+The products of experts of one token are an exception (experts_few.py): the first calls `begin_next` behind
+`wait_for_inputs`, so that the second may read what was there for the first, the ids, before it waits.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ IS_USED = tl.constexpr(CAN_BE and torch.cuda.get_device_capability() >= NEEDED)
 # aligned to 16 bytes. These arguments differ from step to step, and no kernel gains from knowing more about them.
 STEP_SIZES = [
     *("num_rows", "num_tokens", "num_requests", "table_width", "count", "num_numbers", "row_len", "max_logprobs"),
-    *("num_blocks", "num_parts", "first_head"),
+    *("num_blocks", "num_parts", "first_head", "num_programs"),
 ]
 STEP_ARRAYS = [
     *("token_ids", "positions", "query_starts", "context_lens", "block_tables", "rows", "slots", "numbers", "tables"),
