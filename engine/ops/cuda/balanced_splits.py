@@ -1,5 +1,5 @@
 """Division of the contexts of a decode step into pieces of equal length, so that a long one among short ones has more
-programs. Computed on the device, because the grid of a captured step follows from shapes alone.
+programs. It is computed on the device, because the grid of a captured step follows from shapes alone.
 
 The division is an i32 array: the tiles of a piece; for each program its request and the number of its piece there (in
 the upper 16 bits), or -1 for none; and for each request the program that has its first piece, and their number.
