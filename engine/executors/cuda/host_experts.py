@@ -67,7 +67,7 @@ class HostExperts:
         """Let experts change places if it is time to. It is called before a step is launched."""
         self._num_steps += 1
         if self._num_steps % INTERVAL == 0:
-            counts = np.array(self.counts.cpu())  # a copy also where the CPU is the device
+            counts = self.counts.cpu().numpy().copy()  # a copy also where the CPU is the device
             self._usage = self._usage // 2 + np.maximum(counts - self._counted, 0)
             self._counted = counts
             self._swap(self._usage[self._layers].tolist())
