@@ -22,7 +22,7 @@ from engine.ops.cuda.products import linear  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.pure.ranks import tcp_pair  # noqa: E402
 
-PATIENCE_S = 60
+PATIENCE_S = 180
 DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.bfloat16]
 MANY_ROWS = MAX_PROGRAMS + 1  # more than the one-shot all-reduce takes
 SHAPES = [(1, 64), (3, 4096), (5, 66), (MANY_ROWS, 8), (2, 2 * CAPACITY + 2)]
@@ -147,7 +147,7 @@ def test_a_sum_and_its_norm_are_the_same_together_and_apart(num_ranks, num_hosts
 def summed_products(rank, device):
     """Return norms and residuals of the sums of products, of which those of one row are sent by their programs."""
     found = []
-    for num_rows in (1, 2, 1, 1):
+    for num_rows in (1,) if IS_INTERPRETED else (1, 2, 1, 1):
         for dtype in DTYPES:
             x, residual = (of_rank(which, num_rows, (num_rows, 96), dtype).to(device) for which in (rank, 9))
             matrices = of_rank(rank, 1, (4 * 96, 96), dtype).to(device)
