@@ -45,7 +45,7 @@ class Scripted:
 
     def __init__(self, executor: Executor, script: list[list[int]]):
         self._executor, self._script = executor, script
-        self.thread = getattr(executor, "thread", None)  # as in the executor, for drafts to be made there
+        self.thread = executor.thread
         self.block_size, self.block_bytes = executor.block_size, executor.block_bytes
         self.runs_ahead, self.max_prompt_logits = False, executor.max_prompt_logits
         self.cache_groups, self.takes_spans = executor.cache_groups, executor.takes_spans

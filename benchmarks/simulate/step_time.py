@@ -74,7 +74,7 @@ class ModelledExecutor:
     """Executor without a model. A step takes `duration` of its work on the clock `now`, which the owner may set. The
     token at index i of an answer is `token(i)`, whichever engine computes it."""
 
-    block_bytes, runs_ahead, max_prompt_logits, takes_spans, max_drafts = 1, False, 0, False, 0
+    block_bytes, runs_ahead, max_prompt_logits, takes_spans, max_drafts, thread = 1, False, 0, False, 0, None
     cache_groups = FULL_ATTENTION
 
     def __init__(self, times: StepTimes, token: Callable[[int], int], block_size: int = 64):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -300,6 +301,11 @@ class Executor(Protocol):
     cache_groups: tuple[CacheGroup, ...]  # of the graph
     max_prompt_logits: int  # tokens of a step with prompt outputs, whose logits are in memory at once; 0: unsupported
     takes_spans: bool  # requests may have prompt spans
+
+    @property
+    def thread(self) -> ThreadPoolExecutor | None:
+        """Return the thread in which steps are computed, and drafts are made. None: it has no such thread."""
+        ...
 
     @property
     def runs_ahead(self) -> bool:

@@ -122,8 +122,8 @@ class DraftingExecutor:
         self._slots: dict[int, DraftedSlot] = {}
         self._error: BaseException | None = None  # the error of the step that failed
         # If the other executor computes in a thread, drafts are made there as well, beside the same threads of the ops.
-        thread: ThreadPoolExecutor | None = getattr(executor, "thread", None)
-        self._computes = thread is not None
+        self.thread = executor.thread
+        self._computes = executor.thread is not None
         self._is_ahead = not self._computes and executor.runs_ahead
         if policy and self._is_ahead:
             policy.is_ahead = True
@@ -131,7 +131,7 @@ class DraftingExecutor:
         self._last: DraftingStep | None = None  # launched in the thread, unless a passed step came behind it
         self._kept_back: tuple[DraftingStep, StepOutput] | None = None  # result of a step, until the next is launched
         self._ended_s = 0.0  # when the last step has ended
-        self._thread = thread or ThreadPoolExecutor(1, "drafts")
+        self._thread = executor.thread or ThreadPoolExecutor(1, "drafts")
 
     @property
     def _rests(self) -> bool:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from engine.core.types import Executor
+
 
 class RankDraftGraph(Protocol):
     """A graph that drafts, with its KV caches, which have the block ids of the model."""
@@ -54,18 +56,18 @@ class DraftGraphOfRanks:
 class ServedDraftGraph:
     """The graph that drafts on another rank, which makes the calls that the first rank sends."""
 
-    def __init__(self, executor: Any):
+    def __init__(self, executor: Executor):
         """Take the executor of this rank, or of this host."""
         self._executor = executor
         self._graph: RankDraftGraph | None = None
 
     def call(self, method: str, argument: Any) -> None:
         if method == "load":
-            self._graph = self._executor.load_draft_graph(argument)
+            self._graph = self._executor.load_draft_graph(argument)  # type: ignore[attr-defined]
             return
         if method == "run":
             argument = {
                 name: np.frombuffer(content, dtype).reshape(shape) for name, (dtype, shape, content) in argument.items()
             }
-        call, thread = getattr(self._graph, method), getattr(self._executor, "thread", None)
+        call, thread = getattr(self._graph, method), self._executor.thread
         _ = thread.submit(call, argument).result() if thread else call(argument)

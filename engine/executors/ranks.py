@@ -63,7 +63,7 @@ class RanksExecutor:
         self.vision = getattr(first, "vision", None)  # this rank encodes images and sends the others the embeddings
         self.expert_usage = getattr(first, "expert_usage", None)
         self.cache_groups = first.cache_groups
-        self.thread = getattr(first, "thread", None)  # in which `compute` may be called; None: in none
+        self.thread = first.thread
         self.first = first
         self._others, self._of_blocks = others, of_blocks
         self._has_failed = False

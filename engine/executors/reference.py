@@ -30,6 +30,7 @@ class ReferenceExecutor:
     """Executor on numpy arrays. `ops` is any module that has the functions of engine.ops.reference."""
 
     max_drafts = 0
+    thread = None
     runs_ahead = False
 
     def __init__(self, graph_dir: Path, ops: ModuleType = reference):

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
 from engine.executors import make_executor, make_host, make_mtp_source  # noqa: E402
-from engine.executors.cuda.draft_graphs import DraftGraphs, run_shape  # noqa: E402
 from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer  # noqa: E402
+from engine.executors.cuda.draft_runs import DraftRunGraphs, run_shape  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.program import Outputs  # noqa: E402
 from engine.executors.draft_policy import DraftPolicy  # noqa: E402
@@ -174,15 +174,15 @@ def capturing(device, monkeypatch):
     """Let draft models use captured graphs. The interpreter captures nothing, but replays have static inputs there."""
     if device.type == "cuda":
         return
-    create = DraftGraphs.__init__
-    monkeypatch.setattr(DraftGraphs, "_graph_of", lambda graphs, run, pool: Replayed(run))
+    create = DraftRunGraphs.__init__
+    monkeypatch.setattr(DraftRunGraphs, "_graph_of", lambda graphs, run, pool: Replayed(run))
     monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: (0, 0))
 
     def with_shapes(graphs, runs, config, sizes, device):
         create(graphs, runs, config, sizes, device)
         graphs._shapes = [run_shape(count, sizes.max_drafts) for count in (2, 4) if config.use_cudagraph]
 
-    monkeypatch.setattr(DraftGraphs, "__init__", with_shapes)
+    monkeypatch.setattr(DraftRunGraphs, "__init__", with_shapes)
 
 
 def placed(slots, num_tokens, num_blocks):
@@ -265,8 +265,8 @@ def test_captured_and_launched_drafts_are_right(method, family, models, device, 
     """The cache is as large as memory allows, so that all warm-up steps run. With the policy, the numbers of drafts
     differ from row to row."""
     graph_dir, draft_dir = models(method, family, "float32", True)
-    replayed, replay = [], DraftGraphs._replay
-    monkeypatch.setattr(DraftGraphs, "_replay", lambda graphs, *given: [replayed.append(1), replay(graphs, *given)])
+    replayed, replay = [], DraftRunGraphs._replay
+    monkeypatch.setattr(DraftRunGraphs, "_replay", lambda graphs, *given: [replayed.append(1), replay(graphs, *given)])
     executor = CudaExecutor(graph_dir, BASE, device.type)
     executor.allocate(40)
     expected, _ = answers(executor, BASE, 40)

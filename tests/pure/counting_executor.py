@@ -82,6 +82,7 @@ class CountingExecutor:
     max_prompt_logits = 6
     takes_spans = True
     max_drafts = 0
+    thread = None
 
     def __init__(self, num_blocks: int = 16, block_size: int = 4, groups: Sequence[CacheGroup] = FULL_ATTENTION):
         self.num_blocks = num_blocks

@@ -20,6 +20,7 @@ class RandomModel:
     max_prompt_logits = 0
     takes_spans = False
     max_drafts = 0
+    thread = None
     cache_groups = FULL_ATTENTION
 
     def __init__(self, vocab_size: int, likely_ids: tuple[int, ...] = (), block_size: int = 16):

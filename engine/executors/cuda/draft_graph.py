@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.core.types import Row
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.compilation import KernelCompiler
-from engine.executors.cuda.draft_graphs import STATE_ROWS, DraftGraphs, DraftRuns, DraftSizes, fields_of
+from engine.executors.cuda.draft_runs import STATE_ROWS, DraftRunGraphs, DraftRuns, DraftSizes, fields_of
 from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import CudaProgram
 from engine.executors.draft_slots import SlotSizes, graph_inputs
@@ -65,7 +65,7 @@ class CudaDraftGraph:
         bounds = DraftSizes(sizes.num_slots, self._max_drafts, sizes.max_blocks)
         tokens = DraftedTokens(sizes.num_slots, executor.draft_tokens[0], graph.draft_ids)
         self._runs = DraftRuns(graph.program, bounds, tokens, graph.states, self._device)
-        self._graphs = DraftGraphs(self._runs, config, bounds, self._device)
+        self._graphs = DraftRunGraphs(self._runs, config, bounds, self._device)
         self._compiler = KernelCompiler(self._device, lambda progress: None) if self._device.type == "cuda" else None
 
     @classmethod

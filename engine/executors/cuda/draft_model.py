@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.core.types import Batch, Row
 from engine.executors.cuda.draft_graph import DEPTH, RING, CudaDraftGraph
-from engine.executors.cuda.draft_graphs import STATE_ROWS, fields_of
+from engine.executors.cuda.draft_runs import STATE_ROWS, fields_of
 from engine.executors.cuda.executor import CudaExecutor
 from engine.executors.cuda.transfer import Download
 from engine.executors.draft_slots import DraftSlots, SlotSizes, graph_inputs

@@ -84,6 +84,7 @@ class CudaExecutor:
 
     max_drafts = 0
     runs_ahead = True
+    thread = None
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class FakeExecutor:
     """Executor that runs ahead, notes the tokens of a step at its launch and at its end, and accepts two drafts."""
 
     block_size, block_bytes, max_prompt_logits = 4, 0, 0
-    cache_groups, takes_spans, runs_ahead = FULL_ATTENTION, False, True
+    cache_groups, takes_spans, runs_ahead, thread = FULL_ATTENTION, False, True, None
 
     def __init__(self, events):
         self._events = events

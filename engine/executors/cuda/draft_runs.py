@@ -107,7 +107,7 @@ class CapturedRun(NamedTuple):
     whole: dict[Cuts, torch.cuda.CUDAGraph]  # all steps of the longest run
 
 
-class DraftGraphs:
+class DraftRunGraphs:
     """Launches the runs of a draft model, from captured CUDA graphs where the shape allows it. Owns the graphs.
 
     Captured are runs of CUDAGRAPH_CAPTURE_SIZES rows, each of which has one token for each draft that was verified and
