@@ -266,7 +266,7 @@ class PromptOutputs(NamedTuple):
 class StepOutput(NamedTuple):
     """Sampled tokens of each row that samples, followed by those of its forks, in the order of the batch."""
 
-    token_ids: Sequence[Sequence[int]]  # one, with k drafts up to 1 + k; [NO_TOKEN] if none could be sampled
+    token_ids: Sequence[Sequence[int]]  # one, with k drafts up to 1 + k; the last is NO_TOKEN if none could be sampled
     logprobs: Sequence[Sequence[Logprobs] | None]  # of each token; None: not wanted
     prompt_outputs: Sequence[PromptOutputs] = ()  # of each row that has a `prompt_spec`
     num_drafts: int = 0  # draft tokens that the executor has added

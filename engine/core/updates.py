@@ -25,12 +25,13 @@ class Update(msgspec.Struct, frozen=True):
 
 
 def append(request: Request, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Update:
-    """Append sampled tokens to a request and return its update. Tokens after the end of the answer are ignored."""
-    if token_ids[0] == NO_TOKEN:
-        return Update(request, (), None, FAILED)
-    if len(token_ids) == 1:
+    """Append sampled tokens to a request and return its update. Tokens after the end of the answer are ignored.
+    NO_TOKEN, which may also follow accepted drafts, fails the request."""
+    if len(token_ids) == 1 and token_ids[0] != NO_TOKEN:
         return Update(request, token_ids, logprobs, request.append(token_ids[0]))
     for count, token_id in enumerate(token_ids, 1):
+        if token_id == NO_TOKEN:
+            return Update(request, (), None, FAILED)
         if finish_reason := request.append(token_id):
             if count < len(token_ids):  # draft tokens that are correct, but follow the end
                 token_ids, logprobs = token_ids[:count], logprobs and logprobs[:count]

@@ -139,7 +139,8 @@ class OpenAIExchange:
                 text, tokens = self._echo(choice) + text, prompts.echoed(choice.prompt_details) + tokens
         logprobs = self._logprobs(choice, text, tokens)
         added = self._message(parts, choice) if self._completion.is_chat else {"text": text}
-        if any(added.values()) or logprobs or prompt_fields or choice.finish_reason:
+        shown_ids = prompts.with_ids and ids  # also of tokens without text, such as parts of characters
+        if any(added.values()) or logprobs or shown_ids or prompt_fields or choice.finish_reason:
             content = {"delta": added} if self._completion.is_chat else added
             chunk = {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
             if prompts.with_ids:

@@ -5,7 +5,8 @@ import pytest
 from engine.core.block_pool import BlockPool
 from engine.core.limits import Limits, PrefillLimits
 from engine.core.scheduler import Scheduler
-from engine.core.types import PENDING, Request, Sampling, StepOutput
+from engine.core.types import NO_TOKEN, PENDING, Request, Sampling, StepOutput
+from engine.core.updates import FAILED
 from engine.errors import InvalidRequest, Overloaded
 from tests.pure.counting_executor import CountingExecutor, answer
 
@@ -462,3 +463,22 @@ def test_no_drafts_are_asked_for_beyond_the_end():
     scheduler.next_batch()
     scheduler.apply(StepOutput([[11]], [None]))
     assert [scheduler.next_batch().rows[0].max_drafts for _ in range(2)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "stop_token_ids", "expected"),
+    [
+        ([NO_TOKEN], (), (FAILED, [])),
+        ([12, NO_TOKEN], (), (FAILED, [])),  # every token that could follow an accepted draft is banned
+        ([12, NO_TOKEN], (12,), ("stop", [12])),
+    ],
+)
+def test_a_request_fails_where_no_token_can_be_sampled_also_behind_accepted_drafts(token_ids, stop_token_ids, expected):
+    scheduler = Scheduler(BlockPool(16, 4), Limits(4, 16, max_drafts=3))
+    scheduler.add(a_request([10], 20, stop_token_ids=stop_token_ids))
+    scheduler.next_batch()
+    scheduler.apply(StepOutput([[11]], [None]))
+    scheduler.next_batch()
+    [update] = scheduler.apply(StepOutput([token_ids], [None], num_drafts=3))
+    assert (update.finish_reason, list(update.token_ids)) == expected
+    assert scheduler.is_idle

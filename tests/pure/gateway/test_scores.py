@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.pure.gateway.test_openai import A_CHAT, COMPLETIONS, client_for
+from tests.pure.gateway.test_openai import A_CHAT, CHAT, COMPLETIONS, client_for
 from tests.pure.gateway_fake import FakeBackend, events, openai_client, running
 
 LM_EVAL = {"model": "m", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
@@ -112,3 +112,20 @@ def test_a_stream_begins_with_what_its_prompt_tells_although_there_is_no_text_ye
         body = {"prompt": "x", "stream": True, "return_token_ids": True}
         first, *_ = events(gateway.stream(COMPLETIONS, body))
     assert first["choices"][0]["prompt_token_ids"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("with_chat", [False, True])
+def test_a_stream_has_the_ids_of_tokens_without_text(with_chat):
+    class Textless(FakeBackend):  # special tokens, and parts of characters
+        def delta_fields(self, body, texts, text):
+            fields = super().delta_fields(body, texts, text)
+            return fields | {"token": ""} if text in "bc" else fields
+
+    with running(Textless("a", "b", "c", "d")) as gateway:
+        for wanted, expected in ((True, [0, 1, 2, 3, 2]), (False, [])):
+            body = A_CHAT if with_chat else {"prompt": "x"}
+            body = {**body, "stream": True, "return_token_ids": wanted}
+            *chunks, _ = events(gateway.stream(CHAT if with_chat else COMPLETIONS, body))
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            assert [token_id for choice in choices for token_id in choice.get("token_ids", ())] == expected
+            assert len(choices) == with_chat + (5 if wanted else 3)
