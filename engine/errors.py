@@ -41,6 +41,19 @@ class RequestError(Exception):
         """Return the message for clients of a protocol with other field names. `names` maps native names to theirs."""
         return self.text.format_map(_Words(self, names)) if self.cause else self.text
 
+    def as_template(self) -> str:
+        """Return the message as a template in which only names of fields are placeholders: a part of another error."""
+        if not self.cause:
+            return literally(self.text)
+        field = self.field or ""
+        return self.text.format_map(
+            _Placeholders(
+                field=f"{{{field}}}" if field.isidentifier() else literally(field),
+                value=literally(_shown(self.value)),
+                limit=literally(_shown_limit(self.limit)),
+            )
+        )
+
     def __str__(self) -> str:
         return self.worded({})
 
@@ -59,6 +72,13 @@ class _Words(dict[str, str]):
 
     def __missing__(self, name: str) -> str:
         return self._names.get(name, name)
+
+
+class _Placeholders(dict[str, str]):
+    """Values of some placeholders of a template. The others stay placeholders."""
+
+    def __missing__(self, name: str) -> str:
+        return f"{{{name}}}"
 
 
 def literally(text: str) -> str:

@@ -26,10 +26,10 @@ def check_prompt_outputs(request: GenerationRequest, prompt_len: int) -> None:
     if request.pooling or request.max_dec_len == 0:
         for name, value in (("n", request.n), ("best_of", request.best_of or 1)):
             if value > 1:
-                text = "The `{field}` must be {limit} where no answer is asked for, it is {value}"
+                text = "The `{field}` must be {limit} if no answer is generated, it is {value}"
                 raise InvalidRequest(text, field=name, value=value, limit=1)
         if request.use_beam_search:
-            raise InvalidRequest("The `{field}` needs an answer that it may search for", field="use_beam_search")
+            raise InvalidRequest("The `{field}` needs an answer of at least one token", field="use_beam_search")
     num_logprobs = request.n * prompt_len * (request.prompt_logprobs + 1)
     if num_logprobs > MAX_PROMPT_LOGPROBS:
         text = (

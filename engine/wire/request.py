@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import InvalidRequest, literally
+from engine.errors import InvalidRequest
 from engine.sampling_parameters import PARAMETERS, PENALTIES, SamplingParameters
 from engine.wire.checks import MAX_N, SCORE, kind_of, shown
 from engine.wire.fields import FIELDS
@@ -191,7 +191,7 @@ def _check_beam_search(values: dict[str, Any]) -> list[InvalidRequest]:
         text = "The `{field}` is {value}, fewer than `{n}`, which is {limit}"
         return [InvalidRequest(text, field="best_of", value=best_of, limit=n)]
     if values.get("use_beam_search"):
-        text = "The `{field}` cannot be kept with `{use_beam_search}`"
+        text = "The `{field}` cannot be combined with `{use_beam_search}`"
         names = [each.field for each in PENALTIES if values.get(each.field, each.neutral) != each.neutral]
         names += [name for name in UNSUPPORTED_BY_BEAM_SEARCH if values.get(name)]
         return [
@@ -263,8 +263,7 @@ def req_id_of(body: dict[str, Any]) -> str | None:
 
 def _combined(problems: list[InvalidRequest]) -> InvalidRequest:
     """Return one error with the messages of all problems and the field of the first one."""
-    text = "; ".join(map(str, problems))
-    return InvalidRequest(literally(text), **problems[0].cause)
+    return InvalidRequest("; ".join(each.as_template() for each in problems), **problems[0].cause)
 
 
 def _check_counts(values: dict[str, Any]) -> list[InvalidRequest]:

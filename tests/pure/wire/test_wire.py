@@ -250,6 +250,22 @@ def test_all_problems_are_reported_at_once_and_the_first_is_blamed():
     assert caught.value.cause == {"field": "text"}
 
 
+def test_several_problems_have_the_field_names_of_the_protocol():
+    """Values that look like placeholders are none."""
+    with pytest.raises(InvalidRequest) as caught:
+        parsed(use_beam_search=True, frequency_penalty=1, topp="{topp}", min_tokens=-1, messages=[{"role": "{n}"}])
+    names = {"frequency_score": "frequency_penalty", "topp": "top_p", "min_dec_len": "min_tokens", "n": "N"}
+    message = caught.value.worded(names)
+    for part in (
+        "The `frequency_penalty` cannot be combined with `use_beam_search`",
+        '"{topp}"',
+        "The `min_tokens` must",
+    ):
+        assert part in message
+    assert "score" not in message and "dec_len" not in message and "N" not in message
+    assert "The `frequency_score` cannot" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("fields", "cause"),
     [
