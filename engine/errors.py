@@ -59,7 +59,7 @@ class RequestError(Exception):
 
     def blaming(self, field: str) -> RequestError:
         """Return the same error with the field, for callers that know which field has caused it."""
-        return type(self)(literally(self.text), field=field)
+        return type(self)(self.as_template(), field=field)
 
 
 class _Words(dict[str, str]):

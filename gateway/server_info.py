@@ -79,7 +79,8 @@ async def show_model(request: web.Request) -> web.Response:
     request[CONTEXT].protocols = [OPENAI]
     models = {model["id"]: model for model in await _models(request.app)}
     if (model := models.get(request.match_info["model"])) is None:
-        raise web.HTTPNotFound(text=f"the served model is {' and '.join(f'`{name}`' for name in models)}")
+        names = ", ".join(f"`{name}`" for name in models)
+        raise web.HTTPNotFound(text=f"the served model{'s are' if len(models) > 1 else ' is'} {names}")
     return json_response(model)
 
 

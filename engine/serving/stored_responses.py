@@ -74,10 +74,7 @@ class StoredResponses:
             reply.is_released.wait(RELEASE_TIMEOUT_S)
         finished = (self.finished.pop if action == wire.DELETE else self.finished.get)(owner.name, response_id)
         if finished is None:
-            text = (
-                "there is no response {value}: with `store` or `background` one is stored for {limit} s after its end"
-            )
-            raise UnknownAnswer(text, value=wire.shown(response_id), limit=self._ttl_s)
+            raise self._unknown(response_id)
         if action == wire.CANCEL:
             _check_background(finished.state)
         send(

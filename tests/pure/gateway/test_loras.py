@@ -68,7 +68,7 @@ def test_models_are_the_servers_own_and_its_adapters_with_their_parent():
         assert reported == [("base", None, 100), ("one", "base", 100), ("a/b", "base", 100)]
         assert client.models.retrieve("a/b").parent == "base"
         status, _, body = gateway.send("GET", "/v1/models/two")
-    assert status == 404 and "the served model is `base` and `one` and `a/b`" in body.decode()
+    assert status == 404 and "the served models are `base`, `one`, `a/b`" in body.decode()
 
 
 def test_a_list_of_models_waits_for_a_model_server_that_has_died_rather_than_to_lack_its_adapters(monkeypatch):

@@ -13,6 +13,7 @@ from engine.errors import (
     InvalidRequest,
     Overloaded,
     RequestError,
+    UnknownAnswer,
     error_of,
     queue_full,
 )
@@ -156,3 +157,5 @@ def test_what_a_client_wrote_stays_as_it_is_in_an_errors_words():
     assert str(InvalidRequest("{field} {0} {")) == "{field} {0} {"
     blamed = ChatTemplateError("refused: {field} {0} {").blaming("messages")
     assert (type(blamed), str(blamed), blamed.field) == (ChatTemplateError, "refused: {field} {0} {", "messages")
+    blamed = UnknownAnswer("no response {value} of {limit}", value='"{0}"', limit=2.0).blaming("previous_response_id")
+    assert (str(blamed), blamed.field) == ('no response "{0}" of 2', "previous_response_id")
