@@ -27,6 +27,7 @@ import aiohttp
 from tqdm import tqdm
 from yarl import URL
 
+from engine import wire
 from engine.address import connect_host, in_url
 from engine.errors import ConfigError
 from engine.settings.config import Config
@@ -95,7 +96,10 @@ def main() -> int:
         asyncio.run(run(given, config))
         return 0
     except (BatchError, ConfigError, OSError) as error:
-        print(f"run_batch: {error}", file=sys.stderr)
+        message = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            message = f"{error.filename}: {error.strerror}"
+        print(f"run_batch: {message}", file=sys.stderr)
         return getattr(error, "status", 2)
     except KeyboardInterrupt:
         print("\nrun_batch: interrupted; run the same command again to continue", file=sys.stderr)
@@ -253,15 +257,15 @@ def _check(path: Path) -> set[str]:
 
 def _problem(request: Any) -> str:
     if not isinstance(request, dict):
-        return f"must be a JSON object, it is {type(request).__name__}"
+        return f"must be a JSON object, it is {wire.kind_of(request)}"
     if not isinstance(request.get("custom_id"), str):
-        return f"custom_id must be a text, it is {request.get('custom_id')!r}"
+        return f"custom_id must be a text, it is {wire.shown(request.get('custom_id'))}"
     if request.get("method", "POST") != "POST":
         return f"method must be POST, it is {request['method']!r}"
     if not isinstance(request.get("url"), str) or not A_PATH.fullmatch(request["url"]):
         return f"url must be a path of the server's such as /v1/chat/completions, it is {request.get('url')!r}"
     if not isinstance(request.get("body"), dict):
-        return f"body must be an object, it is {type(request.get('body')).__name__}"
+        return f"body must be an object, it is {wire.kind_of(request.get('body'))}"
     return "body.stream must be false: a line holds an answer in one piece" if request["body"].get("stream") else ""
 
 

@@ -9,6 +9,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from engine.settings.config import Config
+from engine.wire import parse_request
 from engine.wire.triton import encode_string
 from server_scripts.child import Child, ChildSpec
 from server_scripts.health import (
@@ -21,6 +22,7 @@ from server_scripts.health import (
     why_triton_must_end,
 )
 from server_scripts.probe import Probe, ProbeError
+from tests.pure.service_fakes import an_input_processor
 
 CONFIG = Config(start_timeout_s=100.0, check_health_interval_s=30.0)
 
@@ -154,3 +156,10 @@ def test_an_unreadable_answer_is_none(monkeypatch):
     with pytest.raises(ProbeError, match="an answer of 15 bytes is unreadable"):
         probe.state()
     assert probe.num_open() == 0
+
+
+def test_the_request_of_a_probe_fits_the_smallest_limits(monkeypatch, tokenizer):
+    monkeypatch.setattr(Probe, "state", lambda _probe: {"num_labels": 0})
+    small = an_input_processor(tokenizer, lengths=(2, 1, 1))
+    prompt = small.process(parse_request(Probe(CONFIG)._small_request()))
+    assert (len(prompt.token_ids), prompt.sampling.max_new_tokens) == (1, 1)

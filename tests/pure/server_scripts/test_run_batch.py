@@ -151,8 +151,8 @@ def test_a_client_retries_after_the_time_that_it_got(files, monkeypatch):
         ("{", "line 2 is no JSON"),
         (b'{"custom_id": "\xff"}', "line 2 is no JSON: 'utf-8' codec can't decode byte 0xff"),
         ("[" * 100_000, "line 2 is nested too deeply"),
-        ([1], "line 2: must be a JSON object, it is list"),
-        ({"url": "/v1/completions"}, "line 2: custom_id must be a text, it is None"),
+        ([1], "line 2: must be a JSON object, it is a list"),
+        ({"url": "/v1/completions"}, "line 2: custom_id must be a text, it is null"),
         (a_request("first"), "line 2: custom_id 'first' is that of line 1"),
         ({**a_request("b"), "method": "GET"}, "line 2: method must be POST, it is 'GET'"),
         ({**a_request("b"), "url": "v1/completions"}, "line 2: url must be a path"),
@@ -160,7 +160,7 @@ def test_a_client_retries_after_the_time_that_it_got(files, monkeypatch):
             ({**a_request("b"), "url": url}, "line 2: url must be a path")
             for url in ("//h:1/v1", "http://h/v1", "/\\h/v1", "\\\\h/v1", "/\t/h/v1", "/\n/h/v1", "/\ud800", "@h/v1")
         ],
-        ({**a_request("b"), "body": []}, "line 2: body must be an object, it is list"),
+        ({**a_request("b"), "body": []}, "line 2: body must be an object, it is a list"),
         (a_request("b", stream=True), "line 2: body.stream must be false"),
     ],
 )
@@ -216,6 +216,10 @@ def test_an_answer_that_cannot_be_written_is_no_wrong_setting(write):
     with pytest.raises(BatchError, match="an answer cannot be written") as caught:
         BatchProgress(Mock(), SimpleNamespace(write=write)).write({"custom_id": "a"}, 200, {})
     assert caught.value.status == 1
+
+
+def test_a_file_that_is_not_there_is_named(files, refused):
+    assert f"run_batch: {files.input}: No such file or directory" in refused("http://127.0.0.1:1")
 
 
 def test_a_certificate_that_is_not_there_is_named(files, refused):
