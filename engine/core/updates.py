@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.core.types import NO_TOKEN, Grammar, Logprobs, PromptOutputs, Request
-from engine.errors import RequestError
+from engine.errors import InvalidRequest, RequestError
 
 FAILED = "failed"
 
@@ -31,12 +31,21 @@ def append(request: Request, token_ids: Sequence[int], logprobs: Sequence[Logpro
         return Update(request, token_ids, logprobs, request.append(token_ids[0]))
     for count, token_id in enumerate(token_ids, 1):
         if token_id == NO_TOKEN:
-            return Update(request, (), None, FAILED)
+            return Update(request, (), None, FAILED, _error_of_bans(request))
         if finish_reason := request.append(token_id):
             if count < len(token_ids):  # draft tokens that are correct, but follow the end
                 token_ids, logprobs = token_ids[:count], logprobs and logprobs[:count]
             return Update(request, token_ids, logprobs, finish_reason)
     return Update(request, token_ids, logprobs, None)
+
+
+def _error_of_bans(request: Request) -> RequestError | None:
+    """Return the error of a request whose own bans can have left no token, or None if only the model can be to
+    blame."""
+    if not request.sampling.bad_words:
+        return None
+    text = "The `{field}` leave no token that may follow the answer so far, or the model's logits are no numbers"
+    return InvalidRequest(text, field="bad_words")
 
 
 def check_grammar(grammar: Grammar, update: Update) -> Update:

@@ -482,3 +482,13 @@ def test_a_request_fails_where_no_token_can_be_sampled_also_behind_accepted_draf
     [update] = scheduler.apply(StepOutput([token_ids], [None], num_drafts=3))
     assert (update.finish_reason, list(update.token_ids)) == expected
     assert scheduler.is_idle
+
+
+@pytest.mark.parametrize(("bad_words", "expected"), [((), None), (((7,),), ("invalid_request", "bad_words"))])
+def test_a_request_whose_bans_leave_no_token_is_to_blame_itself(bad_words, expected):
+    scheduler = a_scheduler()
+    scheduler.add(a_request([10], bad_words=bad_words))
+    scheduler.next_batch()
+    [update] = scheduler.apply(StepOutput([[NO_TOKEN]], [None]))
+    assert update.finish_reason == FAILED
+    assert (update.error and (update.error.kind, update.error.field)) == expected
