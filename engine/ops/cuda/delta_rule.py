@@ -26,7 +26,7 @@ from engine.core.cache_groups import MAX_REJECTED
 from engine.ops.catalogue_states import HISTORY, OPEN
 from engine.ops.cuda import delta_rule_chunks as chunks
 from engine.ops.cuda import delta_rule_kernels as kernels
-from engine.ops.cuda.delta_rule_decode import advance_one
+from engine.ops.cuda.delta_rule_decode import decode_step
 from engine.ops.cuda.gates import gated_rms_norm
 from engine.ops.cuda.launch import PDL, new_indices
 from engine.ops.cuda.prefill_attention import KnownStarts
@@ -39,7 +39,7 @@ DEPTH = 32  # elements of a key at a time
 # Of a step of single tokens: rows of the state at a time, how many times as many are read ahead, and rows at a time
 # where the state is stored.
 ROWS, AHEAD, STORED_ROWS = 8, 4, 32
-ONE = {"num_warps": 4, "num_stages": 1, "maxnreg": 128}
+DECODE_OPTIONS = {"num_warps": 4, "num_stages": 1, "maxnreg": 128}
 
 
 class DeltaSizes(NamedTuple):
@@ -51,7 +51,7 @@ class DeltaSizes(NamedTuple):
     first_line: int
 
 
-class Surroundings(NamedTuple):
+class ConvAndNorm(NamedTuple):
     """Parameters of the convolution before the rule and of the norm behind it."""
 
     taps: Tensor
@@ -86,7 +86,7 @@ def gated_delta_net(  # noqa: PLR0913 - the inputs of the three ops, in their or
     where, of_gates = (state, query_starts, context_lens, state_tables), (gates, a_log, dt_bias)
     if len(x) == len(context_lens):
         arrays = *of_gates, state, context_lens, state_tables
-        return _advance_one(x, arrays, DeltaSizes(**sizes), Surroundings(taps, gate, weight, epsilon)), state
+        return _decode_step(x, arrays, DeltaSizes(**sizes), ConvAndNorm(taps, gate, weight, epsilon)), state
     qkv, _ = causal_conv(x, taps, *where, head_dim=sizes["head_dim"])
     out, _ = gated_delta_rule(qkv, *of_gates, *where, **sizes)
     return gated_rms_norm(out, gate, weight, epsilon=epsilon), state
@@ -112,7 +112,7 @@ def gated_delta_rule(  # noqa: PLR0913 - the inputs of the catalogue, in its ord
     is_one_each = num_tokens == num_requests
     if is_one_each and not is_invariant:
         arrays = gates, a_log, dt_bias, state, context_lens, state_tables
-        return _advance_one(qkv, arrays, DeltaSizes(**given_sizes)), state
+        return _decode_step(qkv, arrays, DeltaSizes(**given_sizes)), state
     num_k_heads, num_v_heads, head_dim, first_line = DeltaSizes(**given_sizes)
     out = qkv.new_empty(num_tokens, num_v_heads * head_dim)
     if not num_tokens:
@@ -123,7 +123,7 @@ def gated_delta_rule(  # noqa: PLR0913 - the inputs of the catalogue, in its ord
     padded = triton.next_power_of_2(head_dim)
     block = words.shape[1], words.shape[1] // head_dim
     sizes = state_tables.shape[1], first_line, num_k_heads, num_v_heads, head_dim, padded, *block, OPEN
-    kernels.prepare[(num_tokens,)](
+    kernels.compute_gates[(num_tokens,)](
         gates, a_log, dt_bias, words, *where, factors, bases, num_requests, state_tables.shape[1], first_line,
         num_v_heads, head_dim, *block, OPEN, is_one_each, triton.next_power_of_2(num_v_heads), num_warps=1, **PDL,
     )  # fmt: skip
@@ -136,15 +136,17 @@ def gated_delta_rule(  # noqa: PLR0913 - the inputs of the catalogue, in its ord
     )
     columns = chunks.COLUMNS.value
     # It does not begin early (PDL): few programs, which run long, would share the SMs that have room first.
-    chunks.advance[(num_requests, num_v_heads, triton.cdiv(head_dim, columns))](
-        *inputs, products, out, *sizes, spare, MAX_REJECTED, STAGES, num_warps=1, num_stages=1
+    chunks.scan_chunks[(num_requests, num_v_heads, triton.cdiv(head_dim, columns))](
+        qkv, bases, words, *where, products, out, *sizes, spare, MAX_REJECTED, STAGES, num_warps=1, num_stages=1
     )
-    kernels.keep[(num_requests, num_k_heads + num_v_heads)](*inputs, *sizes, MAX_REJECTED, num_warps=8, **PDL)
+    kernels.store_open_positions[(num_requests, num_k_heads + num_v_heads)](
+        *inputs, *sizes, MAX_REJECTED, num_warps=8, **PDL
+    )
     return out, state
 
 
-def _advance_one(
-    x: Tensor, arrays: Sequence[Tensor], sizes: DeltaSizes, around: Surroundings | None = None
+def _decode_step(
+    x: Tensor, arrays: Sequence[Tensor], sizes: DeltaSizes, conv_and_norm: ConvAndNorm | None = None
 ) -> Tensor:  # fmt: skip
     """Compute one token of each request, whose `x` are the inputs of the convolution if that is computed, too."""
     *gates, state, context_lens, state_tables = arrays
@@ -152,13 +154,13 @@ def _advance_one(
     words, out = words_of(state), x.new_empty(len(x), num_v_heads * head_dim)
     padded = triton.next_power_of_2(head_dim)
     rows = x.new_empty(len(x), num_v_heads, 2, padded, dtype=torch.float32)
-    taps, gate, weight, epsilon = around or Surroundings(x, x, x, 0.0)
+    taps, gate, weight, epsilon = conv_and_norm or ConvAndNorm(x, x, x, 0.0)
     if len(x):
-        advance_one[(len(x), num_v_heads)](
+        decode_step[(len(x), num_v_heads)](
             x, taps, *gates, words, context_lens, state_tables, gate, weight, rows, out, epsilon, state_tables.shape[1],
             first_line, num_k_heads, num_v_heads, head_dim, padded, words.shape[1], words.shape[1] // head_dim, OPEN,
-            HISTORY, taps.shape[2] if around else 0, around is not None, ROWS, min(AHEAD, padded // ROWS),
-            min(STORED_ROWS, padded), **ONE, **PDL,
+            HISTORY, taps.shape[2] if conv_and_norm else 0, conv_and_norm is not None, ROWS, min(AHEAD, padded // ROWS),
+            min(STORED_ROWS, padded), **DECODE_OPTIONS, **PDL,
         )  # fmt: skip
     return out
 

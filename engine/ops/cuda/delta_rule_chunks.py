@@ -3,11 +3,11 @@
 The updates of a chunk are `U = M (V - exp(G) K S)` with `M = (I + A)^-1 diag(beta)` and `A[t, i] = beta_t exp(G_t -
 G_i) (k_t k_i)` for i < t, and its outputs are `exp(G) Q S + P U` with `P[t, i] = exp(G_t - G_i) (q_t k_i)` for i <= t
 (Yang et al., 2024). `prepare_chunks` computes M, P and factors of the rows of K and Q, which normalize them and contain
-exp(G), for all chunks at once, because they do not depend on the state S. `advance` computes the chunks of a value head
-one after another. A program is one warp with COLUMNS columns of the state in its registers, transposed, so that what
-one product of the tensor cores computes is an input of the next one in the same registers and no warp waits for another
-one. A row of a product depends on no later row, and each chunk begins at a multiple of CHUNK, so results do not depend
-on the steps that computed them.
+exp(G), for all chunks at once, because they do not depend on the state S. `scan_chunks` computes the chunks of a value
+head one after another. A program is one warp with COLUMNS columns of the state in its registers, transposed, so that
+what one product of the tensor cores computes is an input of the next one in the same registers and no warp waits for
+another one. A row of a product depends on no later row, and each chunk begins at a multiple of CHUNK, so results do not
+depend on the steps that computed them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.ops.cuda.delta_rule_kernels import (
 from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.states import line_at
 
-COLUMNS = tl.constexpr(16)  # of a value head, for a program of `advance`, which is one warp
+COLUMNS = tl.constexpr(16)  # of a value head, for a program of `scan_chunks`, which is one warp
 PRODUCTS = tl.constexpr((2 * CHUNK.value + 4) * CHUNK.value)  # numbers that `prepare_chunks` stores
 
 
@@ -123,7 +123,7 @@ def prepare_chunks(
 
 
 @triton.jit
-def _advance_chunk(q, k, v, products, s, IS_FLOAT32: tl.constexpr):
+def _chunk_step(q, k, v, products, s, IS_FLOAT32: tl.constexpr):
     """Return the outputs and updates of a chunk and the state behind it, all with a row for each column of values."""
     n = tl.arange(0, CHUNK)
     at = n[:, None] * CHUNK + n[None, :]
@@ -141,8 +141,8 @@ def _advance_chunk(q, k, v, products, s, IS_FLOAT32: tl.constexpr):
 
 
 @kernel
-def advance(
-    qkv, factors, bases, state, query_starts, context_lens, block_tables, products, out,
+def scan_chunks(
+    qkv, bases, state, query_starts, context_lens, block_tables, products, out,
     table_width, FIRST_LINE: tl.constexpr, NUM_K: tl.constexpr, NUM_V: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr, OPEN: tl.constexpr, SPARE: tl.constexpr,
     MAX_REJECTED: tl.constexpr, STAGES: tl.constexpr,
@@ -192,7 +192,7 @@ def advance(
                     e, is_e, WORDS, PER_BLOCK, WIDTH,
                 )  # fmt: skip
                 at = products + ((begin - base) // CHUNK).to(tl.int64) * NUM_V * PRODUCTS
-                y, u, s = _advance_chunk(q, k.to(q.dtype), v, at, s, IS_FLOAT32)
+                y, u, s = _chunk_step(q, k.to(q.dtype), v, at, s, IS_FLOAT32)
                 tl.store(out + row * NUM_V * WIDTH + e[None, :], y, mask=is_own[:, None] & is_e[None, :])
                 if begin >= closed:
                     of_update = line + WIDTH + position % KEPT
@@ -204,7 +204,7 @@ def advance(
                 q = tl.load(queries + row * ROW + d[None, :], mask=is_d[None, :], other=0)
                 v = tl.load(values + row * ROW + e[None, :], mask=is_e[None, :], other=0)
                 at = products + ((begin - base) // CHUNK).to(tl.int64) * NUM_V * PRODUCTS
-                y, _, s = _advance_chunk(q, k, v.to(tl.float32), at, s, IS_FLOAT32)
+                y, _, s = _chunk_step(q, k, v.to(tl.float32), at, s, IS_FLOAT32)
                 tl.store(out + row * NUM_V * WIDTH + e[None, :], y, mask=is_e[None, :])
         if (closed == end) & (closed > base):
             at_state = state_at(state, table, line, d, e, WORDS, PER_BLOCK, WIDTH)

@@ -49,6 +49,7 @@ def _rows_of_state(
     state, table, line, depth, d, is_d, is_there,
     WIDTH: tl.constexpr, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    """Return DEPTH rows of the stored state from row `depth` on, or zeros unless `is_there`."""
     row = depth + tl.arange(0, DEPTH)
     at = state_at(state, table, line, row, d, WORDS, PER_BLOCK, WIDTH)
     return tl.load(at, mask=(row < WIDTH)[:, None] & is_d[None, :] & is_there, other=0)
@@ -88,7 +89,7 @@ def _products_with_open(
 
 
 @triton.jit
-def _close(
+def _add_chunk(
     state, table, key_line, line, chunk, d, is_d,
     WIDTH: tl.constexpr, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr, OPEN: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -120,16 +121,16 @@ def _close(
 
 
 @kernel
-def advance_one(
+def decode_step(
     x, taps, gates, a_log, dt_bias, state, context_lens, block_tables, gate, weight, rows, out, epsilon, table_width,
     FIRST_LINE: tl.constexpr, NUM_K: tl.constexpr, NUM_V: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     WORDS: tl.constexpr, PER_BLOCK: tl.constexpr, OPEN: tl.constexpr, HISTORY: tl.constexpr, TAPS: tl.constexpr,
     HAS_NORM: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr, CLOSED_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `advance` (delta_rule_chunks.py) does for the only token of a request, in another order of sums, and
-    keep what `keep` does. With TAPS, `x` has the inputs of the convolution, otherwise its outputs. DEPTH rows of the
-    state are read at a time, AHEAD times as many of them ahead. `rows` f32 [T, NUM_V, 2, PADDED] is memory for queries
-    and keys, of which every thread needs all.
+    """Compute what `scan_chunks` (delta_rule_chunks.py) does for the only token of a request, in another order of sums,
+    and store what `store_open_positions` does. With TAPS, `x` has the inputs of the convolution, otherwise its outputs.
+    DEPTH rows of the state are read at a time, AHEAD times as many of them ahead. `rows` f32 [T, NUM_V, 2, PADDED] is
+    memory for queries and keys, of which every thread needs all.
     """
     begin_next()
     wait_for_inputs()
@@ -209,6 +210,6 @@ def advance_one(
     if closed > base:
         tl.debug_barrier()  # what is kept is read again
         if base < chunk:
-            _close(state, table, key_line, line, base, d, is_d, WIDTH, WORDS, PER_BLOCK, OPEN, CLOSED_DEPTH)
+            _add_chunk(state, table, key_line, line, base, d, is_d, WIDTH, WORDS, PER_BLOCK, OPEN, CLOSED_DEPTH)
         if closed == first + 1:
-            _close(state, table, key_line, line, chunk, d, is_d, WIDTH, WORDS, PER_BLOCK, OPEN, CLOSED_DEPTH)
+            _add_chunk(state, table, key_line, line, chunk, d, is_d, WIDTH, WORDS, PER_BLOCK, OPEN, CLOSED_DEPTH)

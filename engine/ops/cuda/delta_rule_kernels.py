@@ -1,4 +1,5 @@
-"""The kernels of the gated delta rule (delta_rule.py) that prepare a step and keep its open positions, and addresses.
+"""The kernels of the gated delta rule (delta_rule.py) that compute the gates of a step and store its open positions,
+and functions for addresses.
 
 Positions that earlier steps computed are in the lines of the state, from the position `base` on, at whose beginning the
 stored state is: their keys, updates, values, decays and betas, those of position p in slot p % KEPT. Positions of this
@@ -21,7 +22,7 @@ KEPT = tl.constexpr(32)  # slots; lines of a value head for updates, then as man
 
 
 @kernel
-def prepare(
+def compute_gates(
     gates, a_log, dt_bias, state, query_starts, context_lens, block_tables, factors, bases, num_requests,
     table_width, FIRST_LINE: tl.constexpr, NUM_V: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
     PER_BLOCK: tl.constexpr, OPEN: tl.constexpr, ONE_EACH: tl.constexpr, PADDED_V: tl.constexpr,
@@ -155,13 +156,13 @@ def state_at(state, table, line, d, e, WORDS: tl.constexpr, PER_BLOCK: tl.conste
 
 
 @kernel
-def keep(
+def store_open_positions(
     qkv, factors, bases, state, query_starts, context_lens, block_tables,
     table_width, FIRST_LINE: tl.constexpr, NUM_K: tl.constexpr, NUM_V: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr, OPEN: tl.constexpr, MAX_REJECTED: tl.constexpr,
 ):  # fmt: skip
     """Write the keys of a key head, or the values, decays and betas of a value head, of the positions of this step
-    behind the stored state. `advance` has written their updates.
+    behind the stored state. `scan_chunks` has written their updates.
     """
     begin_next()
     wait_for_inputs()
