@@ -43,18 +43,18 @@ def test_products_are_those_of_the_definition(device, monkeypatch, is_blocked):
     """This includes the gate, and so many rows that the weights are widened for cuBLAS. In the other cases the scale is
     applied to a sum and not to each weight, which would be rounded then.
     """
-    monkeypatch.setattr(fp8, "MANY", 40)
+    monkeypatch.setattr(fp8, "MAX_PACKED_ROWS", 40)
     rng = np.random.default_rng(0)
     for num_rows, columns, width in SIZES:
         x, bias = floats(rng, num_rows, width), floats(rng, columns)
         arrays = stored(rng, columns, width, is_blocked)
-        weights = from_fp8(*arrays) if num_rows <= fp8.MANY else from_bf16(to_bf16(from_fp8(*arrays)))
+        weights = from_fp8(*arrays) if num_rows <= fp8.MAX_PACKED_ROWS else from_bf16(to_bf16(from_fp8(*arrays)))
         expected = from_bf16(to_bf16(x)).astype(np.float64) @ weights.T
         for each in (bias, None):
             given = tensor(x, device), *packed(arrays, device), tensor(each, device)
             wanted = expected + (0 if each is None else each)
             # The tensor cores' own sums of 8-bit floats are not those of float32.
-            tolerance = 1e-5 if IS_INTERPRETED or not fp8.FEW < num_rows <= fp8.MANY else 1e-3
+            tolerance = 1e-5 if IS_INTERPRETED or not fp8.MAX_SKINNY_ROWS < num_rows <= fp8.MAX_PACKED_ROWS else 1e-3
             assert_close(array(cuda.linear_fp8(*given)), wanted, tolerance)
             if columns % 2 == 0:
                 assert_close(array(cuda.gated_linear_fp8(*given)), reference.swiglu(wanted), tolerance)
@@ -68,7 +68,11 @@ def test_products_of_rounded_activations_are_those_of_the_definition(device, ops
     for num_rows, columns, width in [(0, 34, 70), (3, 50, 300), (66, 70, 1500), (70, 34, 70)]:
         x, bias = floats(rng, num_rows, width), floats(rng, columns)
         arrays = stored(rng, columns, width, is_blocked)
-        define = reference.linear_fp8 if ops is a8w8_fp8 and num_rows <= a8w8_fp8.FEW else reference.linear_a8w8_fp8
+        define = (
+            reference.linear_fp8
+            if ops is a8w8_fp8 and num_rows <= a8w8_fp8.MAX_SKINNY_ROWS
+            else reference.linear_a8w8_fp8
+        )
         given = tensor(x, device), *packed(arrays, device), tensor(bias, device)
         tolerance = 1e-3 if define is reference.linear_a8w8_fp8 and not IS_INTERPRETED else 4e-3
         assert_close(array(ops.linear_a8w8_fp8(*given)), define(x, *arrays, bias), tolerance)
@@ -87,7 +91,7 @@ def test_rounded_activations_of_16_bits_are_multiplied_in_every_tile(device, is_
         all_rows = invariant.linear_a8w8_fp8(tensor(x, device).bfloat16(), *weight)
         for num_rows in (17, 64, 65, 200, 500):
             given = tensor(x[:num_rows], device).bfloat16(), *weight
-            define = reference.linear_fp8 if num_rows <= a8w8_fp8.FEW else reference.linear_a8w8_fp8
+            define = reference.linear_fp8 if num_rows <= a8w8_fp8.MAX_SKINNY_ROWS else reference.linear_a8w8_fp8
             assert distance(a8w8_fp8.linear_a8w8_fp8(*given), define(x[:num_rows], *arrays)) < BF16_STEP
             assert torch.equal(invariant.linear_a8w8_fp8(*given), all_rows[:num_rows])
         assert distance(all_rows, reference.linear_a8w8_fp8(x, *arrays)) < BF16_STEP

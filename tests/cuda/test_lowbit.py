@@ -48,7 +48,7 @@ def test_products_are_those_of_the_definition(device, monkeypatch, op):
     """This includes the gate, logits, and so many rows that the weights are unpacked for cuBLAS. Next to 8-bit codes
     the numbers of a single row have 13 bits.
     """
-    monkeypatch.setattr(lowbit, "MANY", 40)
+    monkeypatch.setattr(lowbit, "MAX_PACKED_ROWS", 40)
     rng = np.random.default_rng(0)
     name = op.split()[0]
     for num_rows, columns, width in SIZES:

@@ -17,8 +17,10 @@ from engine.ops.cuda.fp8_activations import quantize
 from engine.ops.cuda.fp8_gemm import INTERPRETED, Fp8GemmTile, Weights, gemm, scaled_mm
 from engine.ops.cuda.pointwise import swiglu
 
-FEW = 64  # rows up to which activations keep their bits
-MANY_BLOCKED = fp8.MANY  # rows above which they keep their bits, too, if each block of weights has a scale
+MAX_SKINNY_ROWS = 64  # rows up to which activations keep their bits
+MAX_BLOCKED_ROWS = (
+    fp8.MAX_PACKED_ROWS
+)  # rows above which they keep their bits, too, if each block of weights has a scale
 ALIGNED = 16  # columns, for torch's product
 NARROW = 5120  # columns: how many tiles there are decides how large each may be
 
@@ -29,7 +31,7 @@ def linear_a8w8_fp8(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, is_gated: bool = False
 ) -> Tensor:
     """Multiply x [T, K] by the packed weight: [T, N]; gated: with the `swiglu` of it."""
-    if weight.dim() == 2 or len(x) <= FEW or (len(scale) > 1 and len(x) > MANY_BLOCKED):
+    if weight.dim() == 2 or len(x) <= MAX_SKINNY_ROWS or (len(scale) > 1 and len(x) > MAX_BLOCKED_ROWS):
         return fp8.linear_fp8(x, weight, scale, bias, is_gated=is_gated)
     y = multiply(x, Weights(weight, scale, bias))
     return swiglu(y) if is_gated else y

@@ -17,11 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.dtypes import FP8_BLOCK
 from engine.ops.cuda.fp8_activations import Fp8Rows
 from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, kernel, num_sms, wait_for_inputs
-from engine.ops.cuda.lowbit_kernels import add_up
+from engine.ops.cuda.lowbit_kernels import add_splits
 
 INTERPRETED = triton.knobs.runtime.interpret
 TOGETHER = 8  # tiles of rows that go over the same weights at a time, so that the L2 cache serves them
-ADDED = 1024  # elements per program when shares of a sum are added
 
 
 class Weights(NamedTuple):
@@ -72,7 +71,7 @@ def gemm(x: Fp8Rows, weights: Weights, out: Tensor, tile: Fp8GemmTile) -> None:
         tile.rows, tile.columns, tile.splits, TOGETHER, num_warps=tile.warps, num_stages=tile.stages, **PDL,
     )  # fmt: skip
     if tile.splits > 1:
-        add_up[(triton.cdiv(out.numel(), ADDED),)](sums, out, out.numel(), tile.splits, ADDED, **PDL)
+        add_splits(sums, out)
 
 
 def scaled_mm(x: Fp8Rows, weights: Weights, *, is_fast: bool) -> Tensor:

@@ -1,4 +1,6 @@
-"""The kernels of fp8.py: few rows with weights widened in registers, more on the tensor cores' own 8-bit floats."""
+"""The kernels of fp8.py: a skinny GEMM with weights widened in registers, and a GEMM on the tensor cores' own 8-bit
+floats.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def widened(words):
 
 
 @kernel
-def few(
+def skinny_gemm(
     x, words, scale, bias, out, num_rows, columns, width, num_blocks,
     IS_BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_EVEN: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, LINES: tl.constexpr,
@@ -94,7 +96,7 @@ def few(
 
 
 @kernel
-def many(
+def high_low_gemm(
     x, x_scale, weight, scale, bias, out, num_rows, columns, num_blocks,
     IS_BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_COPIED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
@@ -137,7 +139,7 @@ def many(
 
 
 @kernel
-def halve(x, both, scale, width, num_blocks, BLOCKS: tl.constexpr):
+def split_high_low(x, both, scale, width, num_blocks, BLOCKS: tl.constexpr):
     """Split a row into two rows of 8-bit floats whose sum it is, with a common scale that is a power of two."""
     begin_next()
     wait_for_inputs()
@@ -170,7 +172,7 @@ def to_fp8(x):
 
 
 @kernel
-def join(
+def add_high_low(
     products, x_scale, scale, bias, out, num_rows, columns,
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -179,15 +181,19 @@ def join(
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = _joined(products, x_scale, scale, bias, (row, n, n < columns), num_rows, columns * (1 + IS_GATED), HAS_BIAS)
+    y = _high_plus_low(
+        products, x_scale, scale, bias, (row, n, n < columns), num_rows, columns * (1 + IS_GATED), HAS_BIAS
+    )
     if IS_GATED:
-        up = _joined(products, x_scale, scale, bias, (row, columns + n, n < columns), num_rows, columns * 2, HAS_BIAS)
+        up = _high_plus_low(
+            products, x_scale, scale, bias, (row, columns + n, n < columns), num_rows, columns * 2, HAS_BIAS
+        )
         y = y / (1 + tl.exp(-y)) * up
     tl.store(out + row * columns + n, y, mask=n < columns)
 
 
 @triton.jit
-def _joined(products, x_scale, scale, bias, where, num_rows, width, HAS_BIAS: tl.constexpr):
+def _high_plus_low(products, x_scale, scale, bias, where, num_rows, width, HAS_BIAS: tl.constexpr):
     row, n, is_in = where
     high = tl.load(products + row * width + n, mask=is_in, other=0).to(tl.float32)
     low = tl.load(products + (num_rows + row) * width + n, mask=is_in, other=0).to(tl.float32)
@@ -196,7 +202,7 @@ def _joined(products, x_scale, scale, bias, where, num_rows, width, HAS_BIAS: tl
 
 
 @kernel
-def widen(words, scale, out, num_rows, width, IS_BLOCKED: tl.constexpr, ROWS: tl.constexpr):
+def dequantize(words, scale, out, num_rows, width, IS_BLOCKED: tl.constexpr, ROWS: tl.constexpr):
     """Write a block of ROWS rows of weights as wider numbers."""
     begin_next()
     wait_for_inputs()

@@ -18,20 +18,19 @@ from torch.nn import functional
 
 from engine.ops.cuda.gemv import PackedArrays, multiply
 from engine.ops.cuda.launch import PDL
-from engine.ops.cuda.lowbit_kernels import add_up, many
-from engine.ops.cuda.lowbit_skinny_gemm import few, few_int4
+from engine.ops.cuda.lowbit_kernels import add_splits, gemm
+from engine.ops.cuda.lowbit_skinny_gemm import int4_skinny_gemm, skinny_gemm
 from engine.ops.cuda.lowbit_values import codes_of, unpack
 from engine.ops.cuda.pointwise import swiglu
 
 INTERPRETED = triton.knobs.runtime.interpret
-FEW = 16  # rows, for which there are kernels of their own
-MANY = 512  # above, weights are unpacked once for a product of cuBLAS
-PROGRAMS = 132  # of the kernel for more than few that an H100 runs at once; of small ones twice as many
-NARROW = 5120  # columns: a program for few rows has to ask for more at a time
-TINY = 2048  # columns: tiles for few rows are smaller, so that the device is busy
+MAX_SKINNY_ROWS = 16  # of x, that the skinny kernels take
+MAX_PACKED_ROWS = 512  # of x; for more of them weights are unpacked once for a product of cuBLAS
+PROGRAMS = 132  # of the GEMM kernel that an H100 runs at once; of small ones twice as many
+NARROW = 5120  # columns: a program of a skinny kernel has to ask for more at a time
+TINY = 2048  # columns: tiles of skinny kernels are smaller, so that the device is busy
 WIDE = 16384  # columns: large tiles pay
 VAST = 24576  # columns: 96 programs with 256 rows of weights
-ADDED = 1024  # numbers of a program that adds up shares
 MIN_BLOCKS = 4  # of columns, that are worth a program
 WORDS = 64  # of a row in a block of columns
 HALF = WORDS // 2
@@ -44,7 +43,7 @@ class PackedWeight(NamedTuple):
 
 
 class LowbitTile(NamedTuple):
-    """Tile of a program of the kernel for more than few rows."""
+    """Tile of a program of the GEMM kernel."""
 
     columns: int
     rows: int
@@ -53,7 +52,7 @@ class LowbitTile(NamedTuple):
 
 
 class Int4SkinnyTile(NamedTuple):
-    """Tile of a program of the kernel for few rows and 4-bit codes."""
+    """Tile of a program of the skinny kernel for 4-bit codes."""
 
     shares: int  # blocks of columns that are multiplied at once
     weights: int  # rows of weights
@@ -63,7 +62,7 @@ class Int4SkinnyTile(NamedTuple):
 
 
 class LowbitSkinnyTile(NamedTuple):
-    """Tile of a program of the kernel for few rows and 8-bit codes."""
+    """Tile of a program of the skinny kernel for 8-bit codes."""
 
     slices: int  # of the columns, which warps take by turns
     rows: int  # of weights
@@ -76,8 +75,8 @@ INT4_TILES = {
     64: (LowbitTile(128, 64, WORDS), LowbitTile(64, 64, WORDS, 4), LowbitTile(256, 64, WORDS)),
     128: (LowbitTile(64, 64, WORDS, 4), LowbitTile(128, 64, WORDS), LowbitTile(256, 128, HALF)),
 }
-MANY_INT4_TILES = LowbitTile(128, 64, WORDS), LowbitTile(128, 128, WORDS), LowbitTile(256, 128, HALF)
-FEW_LINES = 16  # of 128 bytes, of each row of weights, that a program asks for before its inputs are there
+LARGE_INT4_TILES = LowbitTile(128, 64, WORDS), LowbitTile(128, 128, WORDS), LowbitTile(256, 128, HALF)
+SKINNY_LINES = 16  # of 128 bytes, of each row of weights, that a program asks for before its inputs are there
 
 
 def pack_int8(weight: Tensor, scale: Tensor) -> PackedWeight:
@@ -145,10 +144,10 @@ logits_int8 = partial(linear_int8, dtype=torch.float32)
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool) -> Tensor:
     num_rows, is_whole = len(x), weight.words.dtype == torch.int8
-    if num_rows > MANY and not is_whole:
+    if num_rows > MAX_PACKED_ROWS and not is_whole:
         y = functional.linear(_rounded(x).to(x.dtype), unpack(weight, x), None if bias is None else bias.to(x.dtype))
         return swiglu(y) if is_gated else y.to(dtype)
-    fused = is_gated and num_rows <= FEW
+    fused = is_gated and num_rows <= MAX_SKINNY_ROWS
     out = x.new_empty(num_rows, len(weight.words) // (1 + fused), dtype=dtype)
     if num_rows:
         given = codes_of(x) if is_whole else (_rounded(x), x)
@@ -162,12 +161,12 @@ def _rounded(x: Tensor) -> Tensor:
     return rounded.float() if INTERPRETED else rounded
 
 
-def few_tile(columns: int) -> LowbitSkinnyTile:
+def skinny_tile(columns: int) -> LowbitSkinnyTile:
     """Return the fastest tile on an H200."""
     return LowbitSkinnyTile(4, 16, 4, 6 if columns <= NARROW else 4)
 
 
-def few_int4_tile(num_rows: int, num_weights: int) -> Int4SkinnyTile:
+def int4_skinny_tile(num_rows: int, num_weights: int) -> Int4SkinnyTile:
     """Return the fastest tile on an H100 for this number of rows of weights. Programs with fewer rows of weights would
     read x more often than the weights.
     """
@@ -177,10 +176,10 @@ def few_int4_tile(num_rows: int, num_weights: int) -> Int4SkinnyTile:
     return Int4SkinnyTile(shares, 16 if num_weights <= TINY else 32, 4, 4, 4 if num_rows <= 8 else 3)
 
 
-def many_tile(num_rows: int, columns: int, bits: int) -> LowbitTile:
+def gemm_tile(num_rows: int, columns: int, bits: int) -> LowbitTile:
     """Return the fastest tile, as measured on an H200, for 4 bits on an H100."""
     if bits == 4 and num_rows > 32:
-        tiles = next((tiles for most, tiles in INT4_TILES.items() if num_rows <= most), MANY_INT4_TILES)
+        tiles = next((tiles for most, tiles in INT4_TILES.items() if num_rows <= most), LARGE_INT4_TILES)
         return tiles[(columns > NARROW) + (columns >= WIDE)]
     if num_rows > 128 and columns >= WIDE:
         return LowbitTile(128, 256, HALF)
@@ -207,30 +206,30 @@ def _launch(
     if num_rows == 1 and words.shape[2] == WORDS:
         multiply(x, PackedArrays(words, scale, zero, bias), out, bits, is_gated=is_gated)
         return
-    if num_rows <= FEW and bits == 4:
-        small = few_int4_tile(num_rows, columns * (1 + is_gated))
-        few_int4[(triton.cdiv(columns, small.weights // (1 + is_gated)),)](
+    if num_rows <= MAX_SKINNY_ROWS and bits == 4:
+        small = int4_skinny_tile(num_rows, columns * (1 + is_gated))
+        int4_skinny_gemm[(triton.cdiv(columns, small.weights // (1 + is_gated)),)](
             x, *inputs[2:], *sizes, *kind[2:], is_gated, small.shares, small.weights, 8 if num_rows <= 8 else 16,
             small.lines, num_warps=small.num_warps, num_stages=small.num_stages, **PDL,
         )  # fmt: skip
         return
-    if num_rows <= FEW:
-        tile = few_tile(columns)
+    if num_rows <= MAX_SKINNY_ROWS:
+        tile = skinny_tile(columns)
         is_even = words[0].numel() * (1 if is_whole else 2) == x.shape[1] and words.shape[1] % tile.slices == 0
-        few[(triton.cdiv(columns, tile.rows // (1 + is_gated)),)](
+        skinny_gemm[(triton.cdiv(columns, tile.rows // (1 + is_gated)),)](
             *inputs[:4], *inputs[5:], *sizes, is_whole, *kind[3:], is_gated, is_even, tile.slices, tile.rows,
-            8 if num_rows <= 8 else 16, FEW_LINES, num_warps=tile.num_warps, num_stages=tile.num_stages, **PDL,
+            8 if num_rows <= 8 else 16, SKINNY_LINES, num_warps=tile.num_warps, num_stages=tile.num_stages, **PDL,
         )  # fmt: skip
         return
-    large = many_tile(num_rows, columns, bits)
+    large = gemm_tile(num_rows, columns, bits)
     down, across = triton.cdiv(num_rows, large.rows), triton.cdiv(columns, large.columns)
     splits = num_splits(num_rows, down * across, words.shape[1], bits)
     sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
     num_stages = 4 if large.warps == 4 else 3 if zero is None or large.rows < 128 else 2  # an SM has no room for more
     slice_words = min(large.words, words.shape[2]) * (1 + is_whole)
-    many[(down, across, splits)](
+    gemm[(down, across, splits)](
         *inputs[:-1], sums, *sizes, *kind, large.columns, large.rows, splits, slice_words,
         num_warps=large.warps, num_stages=num_stages, **PDL,
     )  # fmt: skip
     if splits > 1:
-        add_up[(triton.cdiv(out.numel(), ADDED),)](sums, out, out.numel(), splits, ADDED, **PDL)
+        add_splits(sums, out)

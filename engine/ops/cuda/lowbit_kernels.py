@@ -1,15 +1,21 @@
-"""The kernels of lowbit.py: products of codes in registers on the tensor cores, for more than a few rows."""
+"""The kernels of lowbit.py for more rows than a skinny GEMM has: products of codes in registers on the tensor cores.
+The sum of the splits also serves other products.
+"""
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
+from torch import Tensor
 
-from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
-from engine.ops.cuda.lowbit_values import finished, weights_of
+from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.lowbit_values import scaled_with_bias, weights_of
+
+ADDED = 1024  # elements of a program that adds up splits
 
 
 @kernel
-def many(
+def gemm(
     x, x_scale, words, scale, zero, bias, out, num_rows, columns, width, num_blocks,
     BITS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr, SLICE: tl.constexpr,
@@ -40,15 +46,20 @@ def many(
         k = block * PARTS * WIDTH + start + at_k
         values = tl.load(rows_of_x + k, mask=is_row & (k < width), other=0)
         sums = tl.dot(own, tl.trans(values), sums, input_precision="ieee", out_dtype=TYPE)
-    y = finished(
+    y = scaled_with_bias(
         sums, x_scale, scale, bias, m[None, :], row[:, None], num_rows, BITS, IS_WHOLE, HAS_BIAS and split == 0
     )
     at = out + (split.to(tl.int64) * num_rows + m)[None, :] * columns + n[:, None]
     tl.store(at, y, mask=(m < num_rows)[None, :] & (n < columns)[:, None])
 
 
+def add_splits(sums: Tensor, out: Tensor) -> None:
+    """Write the sum of the splits [splits, T, N] to `out` [T, N]."""
+    _add_splits[(triton.cdiv(out.numel(), ADDED),)](sums, out, out.numel(), len(sums), ADDED, **PDL)
+
+
 @kernel
-def add_up(shares, out, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_splits(shares, out, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     begin_next()
     wait_for_inputs()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

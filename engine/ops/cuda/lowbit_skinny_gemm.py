@@ -1,15 +1,16 @@
-"""The kernels of lowbit.py for few rows: products of codes or weights in registers on the tensor cores."""
+"""The kernels of lowbit.py for at most MAX_SKINNY_ROWS rows: products of codes or weights in registers on the tensor
+cores."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
 from engine.ops.cuda.launch import begin_next, fetch_ahead, kernel, wait_for_inputs
-from engine.ops.cuda.lowbit_values import bytes_of, finished, gated, weight_row, weights_of
+from engine.ops.cuda.lowbit_values import bytes_of, gated, scaled_with_bias, weight_row, weights_of
 
 
 @kernel
-def few(
+def skinny_gemm(
     x, x_scale, words, scale, bias, out, num_rows, columns, width, num_blocks,
     IS_WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, IS_GATED: tl.constexpr, IS_EVEN: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, LINES: tl.constexpr,
@@ -45,7 +46,9 @@ def few(
             values = tl.load(rows_of_x + k, mask=is_row if IS_EVEN else is_row & (k < width), other=0)
             values = tl.permute(values, (0, 2, 1))
             sums = tl.dot(codes[part], values, sums, input_precision="ieee", out_dtype=TYPE)
-    y = finished(tl.sum(sums, 0), x_scale, scale, bias, m[None, :], row[:, None], num_rows, 8, IS_WHOLE, HAS_BIAS)
+    y = scaled_with_bias(
+        tl.sum(sums, 0), x_scale, scale, bias, m[None, :], row[:, None], num_rows, 8, IS_WHOLE, HAS_BIAS
+    )
     if IS_GATED:
         y, up = tl.split(tl.permute(tl.reshape(y, (2, OWN, BLOCK_M)), (1, 2, 0)))
         y = y / (1 + tl.exp(-y)) * up
@@ -54,7 +57,7 @@ def few(
 
 
 @kernel
-def few_int4(
+def int4_skinny_gemm(
     x, words, scale, zero, bias, out, num_rows, columns, width, num_blocks,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, IS_GATED: tl.constexpr,
     SHARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, LINES: tl.constexpr,
@@ -85,7 +88,7 @@ def few_int4(
         sums = tl.where(share[:, None] == share_of_x[None, :], sums, 0)
         sums = tl.sum(tl.sum(tl.reshape(sums, (SHARES, BLOCK_N, SHARES, BLOCK_M)), 2), 0)
     m, row = tl.arange(0, BLOCK_M)[None, :], weight_row(first, tl.arange(0, BLOCK_N), columns, IS_GATED)[:, None]
-    y = finished(sums, x, scale, bias, m, row, num_rows, 4, False, HAS_BIAS)
+    y = scaled_with_bias(sums, x, scale, bias, m, row, num_rows, 4, False, HAS_BIAS)
     if IS_GATED:
         y = gated(y)
     n = first + tl.arange(0, OWN)[:, None]

@@ -39,7 +39,7 @@ UNPACKED = 32  # rows that a program unpacks
 
 
 @triton.jit
-def finished(sums, x_scale, scale, bias, m, n, num_rows, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, has_bias):
+def scaled_with_bias(sums, x_scale, scale, bias, m, n, num_rows, BITS: tl.constexpr, IS_WHOLE: tl.constexpr, has_bias):
     """Apply the scales of rows and columns, and the bias."""
     y = sums.to(tl.float32)
     if IS_WHOLE:
