@@ -21,8 +21,8 @@ from engine.core.updates import FAILED, Update
 from engine.errors import ConfigError, InvalidRequest, NoToken
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
-from engine.exporting.by_settings import options_of
 from engine.exporting.cache import export_cached
+from engine.exporting.export_options import options_of
 from engine.exporting.manifest import Manifest, is_exported
 from engine.grammars.pool import GrammarPool
 from engine.serving.completion_output import CompletionOutput, select_best

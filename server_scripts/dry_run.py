@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.core.cache_groups import PAGED, STATE, CacheGroup
 from engine.errors import ConfigError
 from engine.executors.memory import BlockSizes, check_host_memory, free_memory_bytes, num_blocks
-from engine.exporting.by_settings import options_of
+from engine.exporting.export_options import options_of
 from engine.exporting.gguf_folder import as_checkpoint
 from engine.exporting.manifest import Manifest, is_exported
 from engine.exporting.sizing import ModelSizes, sizes_of

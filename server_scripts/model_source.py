@@ -166,8 +166,8 @@ def export_dtype(quant: str | None, config: Config) -> tuple[str, str]:
 
 def export(checkpoint_dir: Path, cache_dir: Path, quant: str | None = None) -> Path:
     """Export a checkpoint into the cache unless that was done before, and return the folder of the graph."""
-    from engine.exporting.by_settings import options_of
     from engine.exporting.cache import export_cached
+    from engine.exporting.export_options import options_of
     from engine.exporting.gguf_folder import as_checkpoint
     from engine.exporting.manifest import is_exported
     from engine.settings.unused import set_for_an_export

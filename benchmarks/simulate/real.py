@@ -15,8 +15,8 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
-from engine.exporting.by_settings import options_of
 from engine.exporting.cache import export_cached
+from engine.exporting.export_options import options_of
 from engine.exporting.manifest import Manifest, is_exported
 from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config

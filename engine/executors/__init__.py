@@ -13,8 +13,8 @@ from engine.errors import ConfigError
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafting import DraftSource, with_drafts
 from engine.executors.memory import check_host_memory
-from engine.exporting.by_settings import GRAPHS
 from engine.exporting.draft import check_layer, export_draft_model
+from engine.exporting.export_options import DRAFT_GRAPHS
 from engine.exporting.manifest import Manifest
 from engine.models.keys import ModelError
 from engine.settings.config import Config
@@ -44,7 +44,7 @@ def make_executor(
         check_gpus(config)
     if missing := manifest.missing_files(graph_dir, machines.ranks):
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
-    if config.speculate_method in GRAPHS:
+    if config.speculate_method in DRAFT_GRAPHS:
         check_layer(graph_dir, config)
     draft_dir = export_draft_model(graph_dir, config, tell) if machines.is_master else None
     if machines.num_hosts == 1:
@@ -53,7 +53,7 @@ def make_executor(
         from engine.executors.hosts import follow, lead
 
         executor = lead(graph_dir, config, tell) if machines.is_master else follow(graph_dir, config, tell)
-    if config.speculate_method in GRAPHS:
+    if config.speculate_method in DRAFT_GRAPHS:
         return with_drafts(executor, config, DraftPolicy(), make_mtp_source(executor, manifest, config))
     return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config, executor))
 

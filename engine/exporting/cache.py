@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.exporting.complete import is_complete
+from engine.exporting.atomic_folder import is_complete
 from engine.exporting.export import ExportOptions, OnProgress, copied_files, export
 from engine.exporting.manifest import CONFIG, GRAPH_VERSION, is_exported, refuse_static_graph
 from engine.file_lock import file_lock

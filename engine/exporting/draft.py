@@ -8,9 +8,9 @@ from pathlib import Path
 
 from engine.core.cache_groups import PAGED
 from engine.errors import ConfigError, SetupError
-from engine.exporting.by_settings import GRAPHS
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
+from engine.exporting.export_options import DRAFT_GRAPHS
 from engine.exporting.manifest import Manifest, is_exported
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ def export_draft_model(graph_dir: Path, config: Config, progress: Callable[[str]
     """Return the folder of the exported draft model, or None without one. Export it if necessary, for one rank and with
     the block size of the model in `graph_dir`. Raises ConfigError if the two do not fit together."""
     path, model = config.draft_model_path, Manifest.read(graph_dir)
-    if path is None or config.speculate_method in GRAPHS:
+    if path is None or config.speculate_method in DRAFT_GRAPHS:
         return None
     try:
         if not is_exported(path):

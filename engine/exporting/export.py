@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import WEIGHT_DTYPES
-from engine.exporting import head
-from engine.exporting.complete import complete_or_absent
+from engine.exporting import classifier
+from engine.exporting.atomic_folder import atomic_folder
 from engine.exporting.manifest import CONFIG, DECODER, GraphManifest, Manifest, rank_dir, refuse_static_graph
 from engine.models import eagle3
 from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors
@@ -123,7 +123,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
     progress(f"read {checkpoint_dir}")
     plan = plan_of(checkpoint_dir, options, progress)
     keys, checkpoint, shards, manifest = plan.keys, plan.checkpoint, plan.shards, plan.manifest
-    with complete_or_absent(out_dir) as partial:
+    with atomic_folder(out_dir) as partial:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "No ccache found")  # Paddle's own, at import
             from engine.exporting.save import save_graph
@@ -136,7 +136,7 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         progress("write manifest.json, config.json and the tokenizer's files")
         _copy_files(checkpoint_dir, partial, progress)
         if plan.scores is not None:
-            np.save(partial / head.FILE, plan.scores)
+            np.save(partial / classifier.FILE, plan.scores)
         if plan.draft_ids is not None:
             np.save(partial / eagle3.FILE, plan.draft_ids)
         digest = checkpoint.digest() if checkpoint else "none"
@@ -155,7 +155,9 @@ def plan_of(checkpoint_dir: Path, options: ExportOptions, progress: OnProgress) 
     model, scores = _model_of(keys, checkpoint, progress), None
     model = with_mtp(keys["model_type"], model, checkpoint) if options.mtp else model
     if checkpoint:
-        scores = head.head_of(checkpoint_dir, keys, checkpoint, TABLE if model.tied_embeddings else LM_HEAD)
+        scores = classifier.read_classifier(
+            checkpoint_dir, keys, checkpoint, TABLE if model.tied_embeddings else LM_HEAD
+        )
     draft_ids = None
     if options.eagle3:
         model, checkpoint, draft_ids = eagle3.with_eagle3(model, checkpoint, Path(options.eagle3))
@@ -188,7 +190,7 @@ def _model_of(keys: Mapping[str, Any], checkpoint: Checkpoint | None, progress: 
     model = read_model(keys)
     if checkpoint is None:
         return model
-    if head.TENSOR in checkpoint and LM_HEAD not in checkpoint:  # it was made to score, and writes nothing
+    if classifier.TENSOR in checkpoint and LM_HEAD not in checkpoint:  # it was made to score, and writes nothing
         return replace(model, tied_embeddings=True)
     if not model.tied_embeddings or LM_HEAD not in checkpoint or checkpoint.are_equal(TABLE, LM_HEAD):
         return model
@@ -217,7 +219,9 @@ def _shards(
     shards = [replace(first, rank=rank) for rank in options.ranks or range(options.num_ranks)]
     if checkpoint:
         ignored = (
-            {head.TENSOR} | ({LM_HEAD} if model.tied_embeddings else set()) | set(filter(model.ignores, checkpoint))
+            {classifier.TENSOR}
+            | ({LM_HEAD} if model.tied_embeddings else set())
+            | set(filter(model.ignores, checkpoint))
         )
         checkpoint.check(_weights_of_model(model, first), ignored)
     return shards

@@ -8,7 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-from engine.exporting.complete import complete_or_absent, is_complete
+from engine.exporting.atomic_folder import atomic_folder, is_complete
 from engine.exporting.export import COPIED_FILES
 from engine.exporting.manifest import CONFIG, GRAPH_VERSION
 from engine.models.gguf_model import read_gguf
@@ -53,7 +53,7 @@ def as_checkpoint(path: Path, cache_dir: Path) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     keys, _, metadata = read_gguf(files)
-    with complete_or_absent(folder) as partial:
+    with atomic_folder(folder) as partial:
         (partial / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
         if not any(file.name == "tokenizer.json" for file in beside):
             write_tokenizer(metadata, partial)

@@ -1,15 +1,17 @@
 """The layout of an exported model: manifest.json, which says what its graphs take and give, and the files of each rank.
 
-The export writes it, everything that runs or serves a graph reads it. Knows no tensors and no Paddle.
+The export writes it, everything that runs or serves a graph reads it. Independent of tensors and of Paddle.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
+
+import msgspec
 
 from engine.core.cache_groups import CacheGroup
 from engine.exporting.files import CONFIG, MANIFEST, NUM_RANKS_KEY
@@ -19,13 +21,12 @@ from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 
 GRAPH_VERSION = 11  # raised whenever the same checkpoint exports to another graph or manifest
-EXPECTED = {int: "a whole number", str: "a text", bool: "true or false"}  # values of these types, in messages
 VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version
 
 
 @dataclass(frozen=True)
 class GraphManifest:
-    """One graph, of which every rank has its own files and caches of these shapes."""
+    """One graph. Every rank has its own files and caches of these shapes."""
 
     program: str  # file in the rank's folder
     parameters: str  # empty: there are none, they are drawn when the graph is loaded
@@ -61,8 +62,8 @@ class Manifest:
             )
         document = read_json(directory / MANIFEST)
         try:
-            return _read(cls, document, "")
-        except ModelError as error:
+            return msgspec.convert(document, cls)
+        except msgspec.ValidationError as error:
             raise ModelError(f"{directory / MANIFEST}: {error}; export the model again from its checkpoint") from None
 
     def write(self, directory: Path) -> None:
@@ -87,7 +88,7 @@ class Manifest:
         return self.graphs[name]
 
     def missing_files(self, directory: Path, ranks: Collection[int] = ()) -> list[Path]:
-        """Relative to `directory`; of these ranks, or of all."""
+        """Return the missing files of these ranks, or of all ranks, relative to `directory`."""
         names = [name for graph in self.graphs.values() for name in (graph.program, graph.parameters) if name]
         paths = [rank_dir(directory, rank) / name for rank in ranks or range(self.num_ranks) for name in names]
         return [path.relative_to(directory) for path in paths if not path.is_file()]
@@ -119,26 +120,3 @@ def _version(directory: Path) -> Any:
     """Return the graph version of an exported model, or None if the directory is not one."""
     manifest = read_json(directory / MANIFEST) if (directory / MANIFEST).exists() else {}
     return manifest["version"] if "version" in manifest else read_json(directory / CONFIG).get(VERSION_KEY)
-
-
-def _read(kind: Any, value: Any, key: str) -> Any:
-    """Convert `value`, found under `key`, to the type that the field of a dataclass above declares."""
-    if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, Mapping):
-            raise ModelError(f"{key} is {value!r}, it must be an object")
-        hints = get_type_hints(kind)
-        names = {field.name: f"{key}.{field.name}".lstrip(".") for field in fields(kind)}
-        if missing := [path for name, path in names.items() if name not in value]:
-            raise ModelError(f"{missing[0]} is missing")
-        return kind(**{name: _read(hints[name], value[name], path) for name, path in names.items()})
-    if get_origin(kind) is Mapping:  # by name
-        if not isinstance(value, dict):
-            raise ModelError(f"{key} is {value!r}, it must be an object")
-        return {name: _read(get_args(kind)[1], item, f"{key}.{name}") for name, item in value.items()}
-    if items := get_args(kind):  # tuple[item, ...]
-        if not isinstance(value, list):
-            raise ModelError(f"{key} is {value!r}, it must be a list")
-        return tuple(_read(items[0], item, f"{key}[{i}]") for i, item in enumerate(value))
-    if type(value) is not kind:
-        raise ModelError(f"{key} is {value!r}, it must be {EXPECTED[kind]}")
-    return value

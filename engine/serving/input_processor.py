@@ -13,7 +13,7 @@ from engine.core.cache_groups import FULL_ATTENTION, PAGED
 from engine.core.spans import PromptSpan
 from engine.core.types import Sampling
 from engine.errors import InvalidRequest
-from engine.exporting.head import is_of_tokens, load_head
+from engine.exporting.classifier import has_token_classifier, load_classifier
 from engine.exporting.manifest import Manifest
 from engine.images.reader import ImageReader
 from engine.serving.grammar_builder import GrammarBuilder
@@ -82,8 +82,8 @@ class InputProcessor:
             lengths=LengthLimits(model_len, max_seq_len, max_dec_len, cache_size, is_cut, *_groups(model, config)),
             loras=loras or LoraRegistry(config, graph_dir),
             grammar_builder=GrammarBuilder.of_server(config),
-            classifier=load_head(graph_dir),
-            joins_pairs=is_of_tokens(graph_dir),
+            classifier=load_classifier(graph_dir),
+            joins_pairs=has_token_classifier(graph_dir),
             images=ImagePrompts(tokenizer, reader, config.max_images) if reader else None,
         )
 

@@ -9,9 +9,9 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.executors import make_executor
-from engine.exporting.by_settings import options_of
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, export
+from engine.exporting.export_options import options_of
 from engine.models.eagle3 import FILE
 from engine.models.keys import ModelError
 from tests.eagle3_checkpoints import LAYER_IDS, make_head, make_model, make_right

@@ -67,17 +67,17 @@ def without(*path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("vocab_size"), r"model/manifest\.json: vocab_size is missing; export the model again"),
-        (without("graphs"), r"model/manifest\.json: graphs is missing"),
-        (without("graphs", "decoder", "outputs"), r"graphs\.decoder\.outputs is missing"),
-        (without("graphs", "decoder", "caches", 0, "axes"), r"graphs\.decoder\.caches\[0\]\.axes is missing"),
-        (lambda d: d.update(num_ranks="2"), "num_ranks is '2', it must be a whole number"),
-        (lambda d: d.update(num_ranks=True), "num_ranks is True, it must be a whole number"),
-        (lambda d: d.update(weight_format=None), "weight_format is None, it must be a text"),
-        (lambda d: d.update(graphs=[]), r"graphs is \[\], it must be an object"),
-        (lambda d: d.update(graphs={"decoder": 7}), r"graphs\.decoder is 7, it must be an object"),
-        (lambda d: d["graphs"]["decoder"].update(inputs={}), r"graphs\.decoder\.inputs is {}, it must be a list"),
-        (lambda d: d["graphs"]["decoder"].update(inputs=[7]), r"graphs\.decoder\.inputs\[0\] is 7, it must be a text"),
+        (without("vocab_size"), r"model/manifest\.json: .* missing required field `vocab_size`; export the model again"),
+        (without("graphs"), r"missing required field `graphs`"),
+        (without("graphs", "decoder", "outputs"), r"missing required field `outputs` - at `\$\.graphs\[\.\.\.\]`"),
+        (without("graphs", "decoder", "caches", 0, "axes"), r"field `axes` - at `\$\.graphs\[\.\.\.\]\.caches\[0\]`"),
+        (lambda d: d.update(num_ranks="2"), r"Expected `int`, got `str` - at `\$\.num_ranks`"),
+        (lambda d: d.update(num_ranks=True), r"Expected `int`, got `bool` - at `\$\.num_ranks`"),
+        (lambda d: d.update(weight_format=None), r"Expected `str`, got `null` - at `\$\.weight_format`"),
+        (lambda d: d.update(graphs=[]), r"Expected `object`, got `array` - at `\$\.graphs`"),
+        (lambda d: d.update(graphs={"decoder": 7}), r"Expected `object`, got `int` - at `\$\.graphs\[\.\.\.\]`"),
+        (lambda d: d["graphs"]["decoder"].update(inputs={}), r"Expected `array`, got `object` - at .*\.inputs`"),
+        (lambda d: d["graphs"]["decoder"].update(inputs=[7]), r"Expected `str`, got `int` - at .*\.inputs\[0\]`"),
     ],
 )
 def test_what_is_wrong_in_a_manifest_is_named_with_its_path(change, message, tmp_path):

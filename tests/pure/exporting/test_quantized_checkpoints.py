@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from engine.dtypes import from_bf16, from_fp8, to_bf16
 from engine.executors.cpu.program import CpuProgram, allocated
-from engine.exporting.by_settings import options_of
 from engine.exporting.export import ExportOptions, export
+from engine.exporting.export_options import options_of
 from engine.exporting.manifest import Manifest
 from engine.graph import load
 from engine.models.coded import unpack
@@ -377,7 +377,7 @@ def test_a_cpu_computes_with_floats_of_eight_bits_as_with_the_numbers_that_they_
 def test_floats_of_eight_bits_stay_so_on_a_gpu_unless_something_else_is_asked_for(
     settings, expected, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("engine.exporting.by_settings.with_device", lambda config: config)
+    monkeypatch.setattr("engine.exporting.export_options.with_device", lambda config: config)
     quantized, plain = make_fp8(tmp_path, "compressed rows")
     config = Config(**settings)
     assert options_of(config, quantized).quant_type == expected

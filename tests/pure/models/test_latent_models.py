@@ -5,7 +5,7 @@ import pytest
 
 from engine.dtypes import from_fp8, to_bf16
 from engine.errors import ConfigError
-from engine.exporting import by_settings
+from engine.exporting import export_options
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
@@ -90,15 +90,15 @@ def test_ranks_have_the_same_int8_cache(exported):
 
 
 def test_gpus_are_refused_by_the_name_of_the_family(tmp_path, monkeypatch):
-    monkeypatch.setattr(by_settings, "with_device", lambda config: config)
+    monkeypatch.setattr(export_options, "with_device", lambda config: config)
     refused = support.FamilySupport("mistral4", "", (support.RUN, support.RUN, support.REFUSED, support.REFUSED))
     monkeypatch.setattr(support, "FAMILIES", (refused,))
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "mistral4")
     with pytest.raises(
         ConfigError, match="model_type is 'mistral4', which has no kernels for GPUs yet; set DEVICE=cpu"
     ):
-        by_settings.options_of(Config(device="gpu"), checkpoint)
-    assert by_settings.options_of(Config(device="cpu"), checkpoint) == ExportOptions()
+        export_options.options_of(Config(device="gpu"), checkpoint)
+    assert export_options.options_of(Config(device="cpu"), checkpoint) == ExportOptions()
 
 
 def test_rows_of_heads_and_pairs_behind_others_have_the_order_of_the_op():

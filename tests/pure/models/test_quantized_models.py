@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 
 from engine.dtypes import from_bf16
 from engine.exporting.__main__ import main
-from engine.exporting.by_settings import options_of
 from engine.exporting.export import QUANT_TYPES, ExportOptions, export
+from engine.exporting.export_options import options_of
 from engine.exporting.manifest import Manifest
 from engine.graph import load
 from engine.models.formats import without_cache

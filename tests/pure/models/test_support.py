@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from engine.errors import ConfigError
-from engine.exporting.by_settings import options_of
 from engine.exporting.export import QUANT_TYPES
+from engine.exporting.export_options import options_of
 from engine.models import support
 from engine.models.families import FAMILIES, read_model
 from engine.models.keys import read_json

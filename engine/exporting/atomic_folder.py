@@ -1,5 +1,5 @@
-"""A folder that appears under its name complete or not at all, and can tell later whether it still is. Knows nothing of
-what is in it."""
+"""Folders that are created atomically: a folder gets its name when it is complete, and a list of its files shows later
+whether it still is. Independent of the content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = "files.json"  # bytes of every other file, by its path in the folder
 
 
 @contextmanager
-def complete_or_absent(out_dir: Path) -> Iterator[Path]:
+def atomic_folder(out_dir: Path) -> Iterator[Path]:
     """Yield a folder to fill, which is renamed to `out_dir` on success and removed otherwise."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))

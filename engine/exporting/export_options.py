@@ -17,7 +17,7 @@ from engine.models.quantization import is_fp8
 from engine.settings.config import Config
 from engine.settings.device import GPU, with_device
 
-GRAPHS = (MTP_GRAPH, EAGLE3_GRAPH)  # the methods that draft with a graph of the export, by its name
+DRAFT_GRAPHS = (MTP_GRAPH, EAGLE3_GRAPH)  # the methods that draft with a graph of the export, by its name
 
 
 def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from engine.errors import InvalidRequest
+from engine.exporting.classifier import FILE, load_classifier
 from engine.exporting.export import TABLE, ExportOptions, export
-from engine.exporting.head import FILE, load_head
 from engine.llm import LLM
 from engine.models.keys import ModelError
 from engine.serving.input_processor import InputProcessor
@@ -83,7 +83,7 @@ def test_the_head_may_be_two_tokens_of_which_one_agrees(tmp_path, no_paddle):
     directory, tensors = a_classifier(tmp_path / "model", None, classifier_from_token=["b", "a"])
     export(directory, tmp_path / "graph", ExportOptions())
     no, yes = (Tokenizer.load(directory).encode(text, add_special_tokens=False)[0] for text in "ba")
-    np.testing.assert_array_equal(load_head(tmp_path / "graph"), tensors[TABLE][[yes]] - tensors[TABLE][[no]])
+    np.testing.assert_array_equal(load_classifier(tmp_path / "graph"), tensors[TABLE][[yes]] - tensors[TABLE][[no]])
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_overrides_that_are_no_object_are_refused(text):
 
 def test_other_checkpoints_have_none(a_checkpoint, tmp_path, no_paddle):
     export(a_checkpoint, tmp_path / "graph", ExportOptions())
-    assert load_head(tmp_path / "graph") is None and not (tmp_path / "graph" / FILE).exists()
+    assert load_classifier(tmp_path / "graph") is None and not (tmp_path / "graph" / FILE).exists()
 
 
 def test_a_chat_template_that_knows_query_and_document_writes_the_pair(tmp_path):
