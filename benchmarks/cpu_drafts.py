@@ -69,7 +69,7 @@ def exported(shape: str, *, mtp: bool) -> Path:
     out = FOLDER / f"cpu-drafts-{shape}{'-mtp' * mtp}"
     if not out.exists():
         options = ExportOptions(block_size=BLOCK_SIZE, max_seq_len=MAX_SEQ_LEN, load_format="dummy", mtp=mtp)
-        export(write_shape(shape, FOLDER / f"{shape}-shape"), out, options, progress=print)
+        export(write_shape(shape, FOLDER / f"{shape}-shape"), out, options, report=print)
     return out
 
 

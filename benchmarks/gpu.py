@@ -150,7 +150,7 @@ def exported(model: str, options: ExportOptions = DUMMY) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         longest = max(SHAPES[model]["max_position_embeddings"], options.max_seq_len or 0)
         (folder / "config.json").write_text(json.dumps(SHAPES[model] | {"max_position_embeddings": longest}))
-        export(folder, out, options, progress=print)
+        export(folder, out, options, report=print)
     return out
 
 

@@ -143,7 +143,7 @@ def exported(method: str) -> Path:
         options = ExportOptions(
             max_seq_len=MAX_SEQ_LEN, load_format="dummy", mtp=method == "mtp", eagle3=str(head), block_size=16
         )
-        export(write_config(f"{method}-shape", MODELS[method]), out, options, progress=print)
+        export(write_config(f"{method}-shape", MODELS[method]), out, options, report=print)
     return out
 
 
@@ -151,7 +151,7 @@ def exported_draft() -> Path:
     out = FOLDER / "drafts-small"
     if not out.exists():
         options = ExportOptions(max_seq_len=MAX_SEQ_LEN, load_format="dummy", block_size=16)
-        export(write_config("small-shape", SHAPES["qwen2.5-0.5b"]), out, options, progress=print)
+        export(write_config("small-shape", SHAPES["qwen2.5-0.5b"]), out, options, report=print)
     return out
 
 

@@ -43,7 +43,7 @@ def exported(model: str) -> Path:
     if not out.exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(SHAPES[model]))
-        export(folder, out, ExportOptions(max_seq_len=8192, load_format="dummy"), progress=print)
+        export(folder, out, ExportOptions(max_seq_len=8192, load_format="dummy"), report=print)
     return out
 
 

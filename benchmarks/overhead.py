@@ -38,7 +38,7 @@ class NoGraph:
 
     block_size, block_bytes, runs_ahead, max_prompt_logits, takes_spans = BLOCK_SIZE, 1, False, 0, False
     max_drafts = 0
-    thread = None
+    thread = vision = expert_usage = draft_counts = None
     cache_groups = FULL_ATTENTION
 
     def __init__(self) -> None:

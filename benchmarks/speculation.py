@@ -43,6 +43,8 @@ SOURCES, MIN_SOURCE_BYTES = Path(__file__).parents[1] / "engine" / "core", 4000
 class Scripted:
     """Executor that runs the graph, but returns scripted tokens: those of request r are script[r]."""
 
+    vision = expert_usage = draft_counts = None
+
     def __init__(self, executor: Executor, script: list[list[int]]):
         self._executor, self._script = executor, script
         self.thread = executor.thread

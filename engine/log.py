@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TextIO
 from unicodedata import category
 
+Report = Callable[[str], None]  # receives sentences on the progress of a long operation
 KEPT = "\n\t\u200c\u200d"
 
 

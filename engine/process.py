@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -24,7 +23,7 @@ from engine.executors import LOADING
 from engine.garbage import collect_garbage_seldom
 from engine.link.messages import ModelBounds, most_bytes
 from engine.link.server import Server
-from engine.log import configure
+from engine.log import Report, configure
 from engine.settings.config import Config
 from engine.settings.disaggregation import MIXED
 from engine.settings.processes import ENGINE_PROGRESS_FILE, ENGINE_SOCKET, EXPERT_USAGE_FILE
@@ -54,8 +53,8 @@ def main() -> NoReturn:
     text = "ready: %d blocks of %d tokens, fingerprint %012x"
     log.info(text, pool.num_blocks, pool.block_size, loop.fingerprint)
     server.run(loop, bounds)
-    if loop.expert_usage:
-        loop.expert_usage.write(config.engine_path(EXPERT_USAGE_FILE, config.engine_index), config.graph_path.name)
+    if usage := loop.executor.expert_usage:
+        usage.write(config.engine_path(EXPERT_USAGE_FILE, config.engine_index), config.graph_path.name)
     log.info("stopped")
     logging.shutdown()
     # The kernel takes back memory, sockets and the GPU at once; destructors of CUDA graphs and caches take seconds.
@@ -68,7 +67,9 @@ def note_progress(path: Path) -> None:
         path.touch()
 
 
-def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[EngineLoop, ModelBounds]:
+def make_loop(config: Config, report: Report) -> tuple[EngineLoop, ModelBounds]:
+    """Load the model, allocate the KV cache and return the loop, and the bounds of its requests. `report` is called
+    with the progress. Raises SetupError."""
     # Imported here: a client of this module must not pay for Paddle.
     from engine.executors import make_executor
     from engine.executors.fingerprint import fingerprint
@@ -84,7 +85,7 @@ def make_loop(config: Config, tell: Callable[[str], None]) -> tuple[EngineLoop, 
     model = Manifest.read(config.graph_path)
     grammars = GrammarPool(partial(Tokenizer.load, config.graph_path), model.vocab_size, config)
     grammars.load()
-    executor = make_executor(config.graph_path, config, tell)
+    executor = make_executor(config.graph_path, config, report)
     collect_garbage_seldom()
     num_blocks = allocate_cache(executor, config, model.max_seq_len)
     loop = EngineLoop(executor, num_blocks, config, grammars)

@@ -75,6 +75,7 @@ class ModelledExecutor:
     token at index i of an answer is `token(i)`, whichever engine computes it."""
 
     block_bytes, runs_ahead, max_prompt_logits, takes_spans, max_drafts, thread = 1, False, 0, False, 0, None
+    vision = expert_usage = draft_counts = None
     cache_groups = FULL_ATTENTION
 
     def __init__(self, times: StepTimes, token: Callable[[int], int], block_size: int = 64):

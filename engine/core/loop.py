@@ -6,14 +6,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from engine.core.adapters import Adapters
 from engine.core.beam_driver import BeamDriver
 from engine.core.block_pool import BlockPool
-from engine.core.draft_counts import DraftCounts
 from engine.core.grammar import CompilationQueue, Grammars
-from engine.core.image_queue import ImageCounters, ImageQueue, VisionEncoder
+from engine.core.image_queue import ImageCounters, ImageQueue
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.prefill_jobs import PrefillJobs
 from engine.core.remote_prefill import PullCounters, RemotePrefill
@@ -71,11 +69,9 @@ class EngineLoop:
             executor.takes_spans,
             executor.max_drafts,
         )
-        encoder: VisionEncoder | None = getattr(executor, "vision", None)
-        self._images = ImageQueue(encoder) if encoder else None
-        self.expert_usage: Any = getattr(executor, "expert_usage", None)  # an `ExpertUsage`, of a mixture of experts
-        if self.expert_usage:
-            self.expert_usage.clear()  # of the steps that have measured the memory
+        self._images = ImageQueue(executor.vision) if executor.vision else None
+        if executor.expert_usage:
+            executor.expert_usage.clear()  # of the steps that have measured the memory
         self.scheduler = Scheduler(pool, limits, self._images)
         self._beams = BeamDriver(self.scheduler)
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
@@ -228,9 +224,8 @@ class EngineLoop:
             step_limit_s=STEP_MARGIN * num_tokens * self._slowest_token_s,
             fingerprint=self.fingerprint,
         )
-        counts: DraftCounts | None = getattr(self.executor, "draft_counts", None)
-        of_experts = self.expert_usage.stats() if self.expert_usage else {}
-        return asdict(stats) | (counts.stats() if counts else {}) | of_experts
+        drafts, experts = self.executor.draft_counts, self.executor.expert_usage
+        return {**asdict(stats), **(drafts.stats() if drafts else {}), **(experts.stats() if experts else {})}
 
     def _launch(self) -> bool:
         self.scheduler.now, self.scheduler.max_drafts = time.time(), self.executor.max_drafts

@@ -6,14 +6,19 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from engine.core.cache_groups import CacheGroup
+from engine.core.draft_counts import DraftCounts
 from engine.core.spans import PromptSpan
 from engine.errors import RequestError
 from engine.sampling_parameters import SamplingParameters
+
+if TYPE_CHECKING:
+    from engine.core.image_queue import VisionEncoder
 
 NO_TOKEN = -1  # there is none: the logits are not numbers, or bans and masks leave no token
 MEAN = "mean"  # a value of Sampling.pooling
@@ -289,6 +294,22 @@ class Step(Protocol):
         ...
 
 
+class ExpertCounts(Protocol):
+    """Counts of how often each expert of a mixture was chosen."""
+
+    def stats(self) -> Mapping[str, float]:
+        """Return sums over all layers, by name."""
+        ...
+
+    def clear(self) -> None:
+        """Set all counts to zero."""
+        ...
+
+    def write(self, path: Path, model: str) -> None:
+        """Write the counts to a file. `model`: the name of the exported model. A failure is logged."""
+        ...
+
+
 class Executor(Protocol):
     """Interface of a device: runs the static graph on all ranks and keeps the KV cache and the sampling state of each
     slot. It is used by one thread.
@@ -305,6 +326,21 @@ class Executor(Protocol):
     @property
     def thread(self) -> ThreadPoolExecutor | None:
         """Return the thread in which steps are computed, and drafts are made. None: it has no such thread."""
+        ...
+
+    @property
+    def vision(self) -> VisionEncoder | None:
+        """Return the encoder of images, or None if the model has none."""
+        ...
+
+    @property
+    def expert_usage(self) -> ExpertCounts | None:
+        """Return the counts of chosen experts, or None if the model has no experts."""
+        ...
+
+    @property
+    def draft_counts(self) -> DraftCounts | None:
+        """Return the counts of draft tokens, or None if the executor does not draft."""
         ...
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from engine.executors.memory import check_host_memory
 from engine.exporting.draft import check_layer, export_draft_model
 from engine.exporting.export_options import DRAFT_GRAPHS
 from engine.exporting.manifest import Manifest
+from engine.log import Report
 from engine.models.keys import ModelError
 from engine.settings.config import Config
 from engine.settings.device import GPU, check_gpus, with_device
@@ -28,12 +29,12 @@ LOADING = "the model is being loaded"
 
 
 def make_executor(
-    graph_dir: Path, config: Config, tell: Callable[[str], None] = lambda reason: None, *, owns_process: bool = True
+    graph_dir: Path, config: Config, report: Report = lambda text: None, *, owns_process: bool = True
 ) -> Executor:
     """Make the executor of DEVICE for the exported model in `graph_dir`, with all its ranks.
 
-    With several machines, wait for the others and pass to `tell` which of them are missing. The call does not return on
-    the machines that are not the master: their ranks follow the master's executor. Without `owns_process`, the end
+    With several machines, wait for the others and pass to `report` which of them are missing. The call does not return
+    on the machines that are not the master: their ranks follow the master's executor. Without `owns_process`, the end
     of a CPU rank raises an error in the step that waits for it, instead of ending this process. Raises SetupError.
     """
     config = with_device(config)
@@ -46,13 +47,13 @@ def make_executor(
         raise ModelError(f"{graph_dir}: {missing[0]} is missing; export the model again from its checkpoint")
     if config.speculate_method in DRAFT_GRAPHS:
         check_layer(graph_dir, config)
-    draft_dir = export_draft_model(graph_dir, config, tell) if machines.is_master else None
+    draft_dir = export_draft_model(graph_dir, config, report) if machines.is_master else None
     if machines.num_hosts == 1:
-        executor = make_host(graph_dir, config, owns_process=owns_process, tell=tell)
+        executor = make_host(graph_dir, config, owns_process=owns_process, report=report)
     else:
         from engine.executors.hosts import follow, lead
 
-        executor = lead(graph_dir, config, tell) if machines.is_master else follow(graph_dir, config, tell)
+        executor = lead(graph_dir, config, report) if machines.is_master else follow(graph_dir, config, report)
     if config.speculate_method in DRAFT_GRAPHS:
         return with_drafts(executor, config, DraftPolicy(), make_mtp_source(executor, manifest, config))
     return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config, executor))
@@ -131,15 +132,15 @@ def make_host(
     peers: Sequence[socket] = (),
     *,
     owns_process: bool = True,
-    tell: Callable[[str], None] = lambda progress: None,
+    report: Report = lambda text: None,
 ) -> Executor:
     """Start the ranks of this machine and return their executor.
 
-    `peers` are connections to the first rank of each other machine. `tell` is called with the progress of long
+    `peers` are connections to the first rank of each other machine. `report` is called with the progress of long
     preparations.
     """
     if config.mp_num == 1:
-        return make_rank(graph_dir, config, tell=tell)
+        return make_rank(graph_dir, config, report=report)
     from engine.executors.expert_placement import orders_by_usage
     from engine.executors.ranks import RanksExecutor, refuse_second_group, start_ranks, wait_until_ready
     from engine.ops.cpu import group
@@ -155,7 +156,7 @@ def make_host(
     connections, of_blocks = [each for each, _ in started], [each for _, each in started]
     mine = group.Membership(first_rank, config.mp_num, shared_memory_fd, num_hosts, tuple(peers), orders)
     try:
-        first = make_rank(graph_dir, config, mine, tell)
+        first = make_rank(graph_dir, config, mine, report)
         wait_until_ready(connections)
     except BaseException:
         for connection in (*connections, *of_blocks):
@@ -173,13 +174,13 @@ def make_rank(
     graph_dir: Path,
     config: Config,
     membership: Membership | None = None,
-    tell: Callable[[str], None] = lambda progress: None,
+    report: Report = lambda text: None,
 ) -> Executor:
     """Load one rank of the model in this process. Without `membership` it is the only rank."""
     if config.device == GPU:
         from engine.executors.cuda.executor import CudaExecutor  # This imports torch.
 
-        return CudaExecutor(graph_dir, config, membership=membership, report=tell)
+        return CudaExecutor(graph_dir, config, membership=membership, report=report)
     from engine.executors.cpu.executor import CpuExecutor
 
     return CpuExecutor(graph_dir, config, membership)

@@ -23,9 +23,10 @@ from engine.core.types import Batch, Executor, Step, StepOutput
 from engine.errors import HostLost
 from engine.executors import LOADING, make_host
 from engine.executors.ranks import RanksExecutor, serve, wait_until_ready
-from engine.executors.rendezvous import join_master, lost, wait_for_followers
+from engine.executors.rendezvous import join_master, raise_host_lost, wait_for_followers
 from engine.executors.step import Mask
 from engine.exporting.files import CONFIG, MANIFEST, model_hash
+from engine.log import Report
 from engine.ops.cpu import group
 from engine.settings.config import Config
 from engine.settings.device import GPU
@@ -33,12 +34,11 @@ from engine.settings.device import GPU
 log = logging.getLogger(__name__)
 
 # Settings by which every GPU rank finds the sizes of what it allocates and captures, which must be equal.
-OF_GPU_RANKS = [
+GPU_RANK_SETTINGS = [
     *("MAX_NUM_BATCHED_TOKENS", "USE_CUDAGRAPH", "CUDAGRAPH_CAPTURE_SIZES", "SWAP_SPACE", "EXPERTS_ON_HOST"),
     *("SPECULATE_METHOD", "SPECULATE_MAX_DRAFT_TOKEN_NUM", "MAX_LORAS", "MAX_LORA_RANK"),
 ]
-NOTICED_S = group.SILENCE_S / 3 + 1  # seconds until every host has detected that another one ended
-Tell = Callable[[str], None]
+DETECTION_S = group.SILENCE_S / 3 + 1  # seconds until every host has detected that another one ended
 
 
 class HostsExecutor(RanksExecutor):
@@ -46,21 +46,21 @@ class HostsExecutor(RanksExecutor):
     hosts."""
 
     def launch(self, batch: Batch) -> Step:
-        with noticed_first():
+        with delay_errors():
             return StepOfHosts(super().launch(batch))
 
     def compute(self, batch: Batch, wait_for_mask: Callable[[], Mask]) -> StepOutput:
-        with noticed_first():
+        with delay_errors():
             return super().compute(batch, wait_for_mask)
 
     def _draft(self, method: str, argument: Any, call_first: Callable[[], Any]) -> Any:
-        with noticed_first():
+        with delay_errors():
             return super()._draft(method, argument, call_first)
 
     @contextlib.contextmanager
     def _all_or_none(self) -> Iterator[None]:
         """Close the connections to the other hosts after a lost one had time to be detected through them."""
-        with super()._all_or_none(), noticed_first():
+        with super()._all_or_none(), delay_errors():
             yield
 
 
@@ -72,43 +72,45 @@ class StepOfHosts:
         self.mask, self.drafts = step.mask, step.drafts
 
     def result(self) -> Any:
-        with noticed_first():
+        with delay_errors():
             return self._step.result()
 
 
-def lead(graph_dir: Path, config: Config, tell: Tell) -> Executor:
-    """Make the executor of all hosts, on the master. Pass to `tell` which hosts are missing. Raises HostLost."""
+def lead(graph_dir: Path, config: Config, report: Report) -> Executor:
+    """Make the executor of all hosts, on the master. Pass to `report` which hosts are missing. Raises HostLost."""
     machines = config.machines
-    followers, peers = wait_for_followers(machines, config.inter_node_port, facts(graph_dir, config), tell)
-    tell(LOADING)
+    followers, peers = wait_for_followers(
+        machines, config.inter_node_port, comparable_settings(graph_dir, config), report
+    )
+    report(LOADING)
     executor = make_host(graph_dir, config, peers)
     for ip, follower in zip(machines.ips[1:], followers, strict=True):
-        with lost(ip):
+        with raise_host_lost(ip):
             wait_until_ready([follower])
-        end_with(follower, ip)
+        exit_with_host(follower, ip)
     return HostsExecutor(executor, followers)
 
 
-def follow(graph_dir: Path, config: Config, tell: Tell) -> NoReturn:
+def follow(graph_dir: Path, config: Config, report: Report) -> NoReturn:
     """Run the engine of a host that is not the master, until the master ends. It then raises HostLost.
 
-    `tell` receives what the engine waits for, and an empty string once it is ready.
+    `report` receives what the engine waits for, and an empty string once it is ready.
     """
     machines = config.machines
-    tell(f"waits for {machines.ips[0]}, which serves")
-    master, peers = join_master(machines, config.inter_node_port, facts(graph_dir, config))
-    tell(LOADING)
+    report(f"waits for {machines.ips[0]}, which serves")
+    master, peers = join_master(machines, config.inter_node_port, comparable_settings(graph_dir, config))
+    report(LOADING)
     executor = make_host(graph_dir, config, peers)
-    end_with(master, machines.ips[0])
+    exit_with_host(master, machines.ips[0])
     log.info("ready: %s", machines.why_not_served)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # child processes die with this one
-    tell("")
-    with noticed_first():
+    report("")
+    with delay_errors():
         serve(master, executor)
     raise HostLost(machines.ips[0])
 
 
-def facts(graph_dir: Path, config: Config) -> dict[str, Any]:
+def comparable_settings(graph_dir: Path, config: Config) -> dict[str, Any]:
     """Return the settings that must be equal on all hosts, by names that error messages can show."""
     names = ",".join(config.machines.ips)
     equal = {"MP_NUM": config.mp_num, "POD_IPS": names, "BATCH_SIZE": config.batch_size, "DEVICE": config.device}
@@ -118,10 +120,10 @@ def facts(graph_dir: Path, config: Config) -> dict[str, Any]:
     import torch
 
     equal["the version of NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
-    return equal | {name: getattr(config, name.lower()) for name in OF_GPU_RANKS}
+    return equal | {name: getattr(config, name.lower()) for name in GPU_RANK_SETTINGS}
 
 
-def end_with(connection: Connection, ip: str) -> None:
+def exit_with_host(connection: Connection, ip: str) -> None:
     """End this process when the host at the other end of `connection` ends. Our ranks may be waiting for it inside an
     op."""
 
@@ -138,10 +140,10 @@ def end_with(connection: Connection, ip: str) -> None:
 
 
 @contextlib.contextmanager
-def noticed_first() -> Iterator[None]:
-    """Delay any exception until `end_with` has had time to detect a lost host, which may be its cause."""
+def delay_errors() -> Iterator[None]:
+    """Delay any exception until `exit_with_host` has had time to detect a lost host, which may be its cause."""
     try:
         yield
     except Exception:
-        time.sleep(NOTICED_S)
+        time.sleep(DETECTION_S)
         raise

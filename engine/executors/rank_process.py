@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 
 from engine.errors import SetupError
 from engine.executors import make_rank
-from engine.executors.hosts import NOTICED_S
+from engine.executors.hosts import DETECTION_S
 from engine.executors.rank_blocks import serve_blocks
-from engine.executors.ranks import die_with_parent, end_with, pack, serve
+from engine.executors.ranks import die_with_parent, exit_with_first_rank, pack, serve
 from engine.log import configure
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def main() -> int:
     except SetupError as error:
         first.send_bytes(pack("failed", f"rank {membership.rank}: {error}"))
         return 0
-    end_with(first)
+    exit_with_first_rank(first)
     serve_blocks(Connection(int(sys.argv[2])), lambda: executor.blocks())  # type: ignore[attr-defined]
     try:
         serve(first, executor)
@@ -37,7 +37,7 @@ def main() -> int:
         log.error("%s", error, exc_info=not isinstance(error, SetupError))
         logging.shutdown()
         if membership.num_hosts > 1:
-            time.sleep(NOTICED_S)  # The first rank notices a lost host, which may be the cause, before our end.
+            time.sleep(DETECTION_S)  # The first rank notices a lost host, which may be the cause, before our end.
         os._exit(1)  # An orderly exit may wait for a GPU kernel that waits for other ranks.
     return 0
 

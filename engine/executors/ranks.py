@@ -60,8 +60,8 @@ class RanksExecutor:
         self.block_size, self.block_bytes = first.block_size, first.block_bytes
         self.runs_ahead, self.max_prompt_logits = first.runs_ahead, first.max_prompt_logits
         self.takes_spans, self.max_drafts = first.takes_spans, first.max_drafts
-        self.vision = getattr(first, "vision", None)  # this rank encodes images and sends the others the embeddings
-        self.expert_usage = getattr(first, "expert_usage", None)
+        self.vision = first.vision  # this rank encodes images and sends the others the embeddings
+        self.expert_usage, self.draft_counts = first.expert_usage, first.draft_counts
         self.cache_groups = first.cache_groups
         self.thread = first.thread
         self.first = first
@@ -86,7 +86,7 @@ class RanksExecutor:
     def load_adapter(self, adapter: tuple[str, ...]) -> None:
         """Load the adapter on all ranks, or on none. Raises InvalidRequest."""
         self._tell(pack(LOAD, adapter))
-        troubles: list[str] = [_trouble_of_load(self.first, adapter)]
+        troubles: list[str] = [_load_adapter_error(self.first, adapter)]
         troubles += [unpack(other.recv_bytes())[0] for other in self._others]
         if trouble := next(filter(None, troubles), ""):
             self.drop_adapter(adapter[0])
@@ -177,13 +177,13 @@ def _call(executor: Executor, kind: str, fields: Sequence[Any]) -> Any:
     elif kind == FREE_BYTES:
         return executor.free_bytes()
     elif kind == LOAD:
-        return _trouble_of_load(executor, fields[0])
+        return _load_adapter_error(executor, fields[0])
     elif kind == DROP:
         executor.drop_adapter(fields[0])
     return None
 
 
-def _trouble_of_load(executor: Executor, adapter: tuple[str, ...]) -> str:
+def _load_adapter_error(executor: Executor, adapter: tuple[str, ...]) -> str:
     """Load the adapter and return the error message, or an empty string on success."""
     try:
         executor.load_adapter(adapter)
@@ -192,7 +192,7 @@ def _trouble_of_load(executor: Executor, adapter: tuple[str, ...]) -> str:
     return ""
 
 
-def end_with(first: Connection) -> None:
+def exit_with_first_rank(first: Connection) -> None:
     """End this process at most CLOSING_S seconds after `first` has closed the connection, even inside an op."""
 
     def watch() -> None:
@@ -240,7 +240,7 @@ def start_ranks(
         name = f"rank {membership.rank}"
         shared_memory_fd = None if ends_process else os.dup(membership.shared_memory_fd)
         args = (name, process, ours, shared_memory_fd)
-        threading.Thread(target=_end_with, args=args, name=name, daemon=True).start()
+        threading.Thread(target=_watch_rank, args=args, name=name, daemon=True).start()
     return connections
 
 
@@ -263,7 +263,7 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def _end_with(
+def _watch_rank(
     name: str, process: subprocess.Popen[bytes], connection: Connection, shared_memory_fd: int | None
 ) -> None:
     """Wait for the rank's process and, if it failed, end the group to wake threads that wait for the rank inside an op.

@@ -30,7 +30,7 @@ class ReferenceExecutor:
     """Executor on numpy arrays. `ops` is any module that has the functions of engine.ops.reference."""
 
     max_drafts = 0
-    thread = None
+    thread = vision = expert_usage = draft_counts = None
     runs_ahead = False
 
     def __init__(self, graph_dir: Path, ops: ModuleType = reference):

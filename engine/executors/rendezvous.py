@@ -16,13 +16,14 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from ipaddress import ip_address
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError, HostLost, SetupError
 from engine.executors.ranks import RankFailed, pack, unpack
+from engine.log import Report
 from engine.ops.cpu import group
 from engine.settings.machines import Machines
 
@@ -34,11 +35,11 @@ MAX_HELLO_BYTES = 4096
 HELLO_S = 5  # seconds to wait for the first message of a connection
 CALL_S, CALL_AGAIN_S = 5.0, 0.5
 MEET_S = 30.0  # seconds to make all connections, once all followers have called the master
-Facts = dict[str, Any]  # values that must be equal on all hosts, by readable names
+ComparableSettings = dict[str, Any]  # values that must be equal on all hosts, by readable names
 Peers = tuple[socket.socket, ...]  # connections for the all-reduce: one to each other host, in host order
 
 
-class Caller(NamedTuple):
+class IncomingConnection(NamedTuple):
     """An accepted connection of another host, and the first message that it sent."""
 
     host: int
@@ -50,58 +51,60 @@ class Caller(NamedTuple):
 
 
 def wait_for_followers(
-    machines: Machines, port: int, ours: Facts, tell: Callable[[str], None]
+    machines: Machines, port: int, ours: ComparableSettings, report: Report
 ) -> tuple[list[Connection], Peers]:
-    """Wait on the master for all followers, and pass to `tell` which are missing. Return a connection to each follower,
-    in host order, and the connections for the all-reduce."""
+    """Wait on the master for all followers, and pass to `report` which are missing. Return a connection to each
+    follower, in host order, and the connections for the all-reduce."""
     with listen(machines, port) as listener:
-        followers = gather(listener, machines, ours, tell)
+        followers = accept_followers(listener, machines, ours, report)
         rendezvous_id = uuid.uuid4().hex
         for ip, follower in zip(machines.ips[1:], followers, strict=True):
-            with lost(ip):
+            with raise_host_lost(ip):
                 follower.send_bytes(pack(GO, rendezvous_id))
-        return followers, connect(listener, machines, rendezvous_id)
+        return followers, connect_peers(listener, machines, rendezvous_id)
 
 
-def join_master(machines: Machines, port: int, ours: Facts) -> tuple[Connection, Peers]:
+def join_master(machines: Machines, port: int, ours: ComparableSettings) -> tuple[Connection, Peers]:
     """Wait on a follower for the master and all other hosts. Return the connection to the master, and those for the
     all-reduce. Raises SetupError if the master refuses this host."""
     with listen(machines, port) as listener:
         while True:
             try:
-                master = Connection(call(machines, 0, port, pack(FOLLOW, ours)).detach())
+                master = Connection(connect_to(machines, 0, port, pack(FOLLOW, ours)).detach())
                 kind, text = unpack(master.recv_bytes(MAX_HELLO_BYTES))
                 break
             except (OSError, EOFError):
                 time.sleep(CALL_AGAIN_S)
         if kind != GO:
             raise SetupError(f"{machines.ips[0]}, which serves, refuses {machines.ips[machines.host]}: {text}")
-        return master, connect(listener, machines, text)
+        return master, connect_peers(listener, machines, text)
 
 
-def gather(listener: socket.socket, machines: Machines, ours: Facts, tell: Callable[[str], None]) -> list[Connection]:
+def accept_followers(
+    listener: socket.socket, machines: Machines, ours: ComparableSettings, report: Report
+) -> list[Connection]:
     """Accept calls until every follower is connected. Return their connections in host order."""
     followers: dict[int, Connection] = {}
     while missing := [ip for host, ip in enumerate(machines.ips) if host and host not in followers]:
-        tell(f"waits for {', '.join(missing)}")
+        report(f"waits for {', '.join(missing)}")
         ready = wait([listener, *followers.values()])
         for host, follower in [*followers.items()]:
             if follower in ready:  # A follower sends nothing while it waits, so it has ended.
                 followers.pop(host).close()
-        caller = accept(listener, machines) if listener in ready else None
-        if caller is None:
+        incoming = accept(listener, machines) if listener in ready else None
+        if incoming is None:
             continue
-        if why := why_refused(caller.hello, ours):
-            warn_once(machines.ips[caller.host], why)
-            refuse(caller, why)
+        if why := reason_to_refuse(incoming.hello, ours):
+            warn_once(machines.ips[incoming.host], why)
+            refuse(incoming, why)
             continue
-        if caller.host in followers:  # It has restarted, and the end of its old connection was not seen.
-            followers[caller.host].close()
-        followers[caller.host] = caller.connection()
+        if incoming.host in followers:  # It has restarted, and the end of its old connection was not seen.
+            followers[incoming.host].close()
+        followers[incoming.host] = incoming.connection()
     return [followers[host] for host in sorted(followers)]
 
 
-def why_refused(hello: tuple[Any, ...], ours: Facts) -> str:
+def reason_to_refuse(hello: tuple[Any, ...], ours: ComparableSettings) -> str:
     """Return why a caller with the message `hello` cannot follow, or an empty string if it can."""
     if hello[0] != FOLLOW or len(hello) != 2 or not isinstance(hello[1], dict):
         return "it does not ask to follow"
@@ -110,28 +113,28 @@ def why_refused(hello: tuple[Any, ...], ours: Facts) -> str:
     return "; ".join(different)
 
 
-def refuse(caller: Caller, why: str) -> None:
-    with contextlib.suppress(OSError), caller.connection() as connection:
+def refuse(incoming: IncomingConnection, why: str) -> None:
+    with contextlib.suppress(OSError), incoming.connection() as connection:
         connection.send_bytes(pack(REFUSED, why))
 
 
-def connect(listener: socket.socket, machines: Machines, rendezvous_id: str) -> Peers:
+def connect_peers(listener: socket.socket, machines: Machines, rendezvous_id: str) -> Peers:
     """Connect to the hosts before this one and accept those after it. Return one socket for each, in host order. Raises
     HostLost."""
     peers = {}
     port = listener.getsockname()[1]
     for host in range(machines.host):
-        with lost(machines.ips[host]):
-            peers[host] = call(machines, host, port, pack(SUMS, rendezvous_id))
+        with raise_host_lost(machines.ips[host]):
+            peers[host] = connect_to(machines, host, port, pack(SUMS, rendezvous_id))
     deadline = time.monotonic() + MEET_S
     while missing := [host for host in range(machines.num_hosts) if host not in peers and host != machines.host]:
         if not wait([listener], deadline - time.monotonic()):
             raise HostLost(machines.ips[missing[0]])
-        caller = accept(listener, machines)
-        if caller and caller.host in missing and caller.hello == (SUMS, rendezvous_id):
-            peers[caller.host] = caller.sock
-        elif caller:  # It has restarted. It will call again, and this engine restarts, too.
-            caller.sock.close()
+        incoming = accept(listener, machines)
+        if incoming and incoming.host in missing and incoming.hello == (SUMS, rendezvous_id):
+            peers[incoming.host] = incoming.sock
+        elif incoming:  # It has restarted. It will call again, and this engine restarts, too.
+            incoming.sock.close()
     return tuple(peers[host] for host in sorted(peers))
 
 
@@ -149,7 +152,7 @@ def listen(machines: Machines, port: int) -> socket.socket:
             time.sleep(CALL_S)
 
 
-def accept(listener: socket.socket, machines: Machines) -> Caller | None:
+def accept(listener: socket.socket, machines: Machines) -> IncomingConnection | None:
     """Accept one connection. Return None if it does not come from a host of POD_IPS, or sends no valid message."""
     try:
         sock, address = listener.accept()
@@ -165,7 +168,7 @@ def accept(listener: socket.socket, machines: Machines) -> Caller | None:
         sock.close()
         return None
     group.notice_silence(sock)
-    return Caller(machines.ips.index(ip), sock, hello)
+    return IncomingConnection(machines.ips.index(ip), sock, hello)
 
 
 @functools.lru_cache(maxsize=100)
@@ -185,7 +188,7 @@ def read_hello(sock: socket.socket) -> tuple[Any, ...]:
     return hello
 
 
-def call(machines: Machines, host: int, port: int, hello: bytes) -> socket.socket:
+def connect_to(machines: Machines, host: int, port: int, hello: bytes) -> socket.socket:
     """Connect to `host` from this host's own address in POD_IPS and send `hello`."""
     sock = socket.create_connection((machines.ips[host], port), CALL_S, (machines.ips[machines.host], 0))
     sock.settimeout(None)
@@ -196,7 +199,7 @@ def call(machines: Machines, host: int, port: int, hello: bytes) -> socket.socke
 
 
 @contextlib.contextmanager
-def lost(ip: str) -> Iterator[None]:
+def raise_host_lost(ip: str) -> Iterator[None]:
     """Raise HostLost in place of a connection error."""
     try:
         yield

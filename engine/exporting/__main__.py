@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     start = time.monotonic()
 
-    def progress(step: str) -> None:
+    def report(step: str) -> None:
         print(f"[{time.monotonic() - start:6.1f} s] {step}", flush=True)  # noqa: T201
 
     try:
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         options = ExportOptions(given.dtype, given.quant_type, *sizes, ranks, given.int8_cache, *formats)
         options = replace(options, mtp=given.mtp, eagle3=given.eagle3, expert_parallel=given.expert_parallel)
         with tempfile.TemporaryDirectory() as folder:
-            export(as_checkpoint(given.checkpoint_dir, Path(folder)), given.out_dir, options, progress)
+            export(as_checkpoint(given.checkpoint_dir, Path(folder)), given.out_dir, options, report)
     except (SetupError, OSError) as error:
         print(f"export failed: {error}", file=sys.stderr)  # noqa: T201
         return 1

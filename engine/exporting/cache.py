@@ -11,9 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.exporting.atomic_folder import is_complete
-from engine.exporting.export import ExportOptions, OnProgress, copied_files, export
+from engine.exporting.export import ExportOptions, copied_files, export
 from engine.exporting.manifest import CONFIG, GRAPH_VERSION, is_exported, refuse_static_graph
 from engine.file_lock import file_lock
+from engine.log import Report
 from engine.models.checkpoint import weight_files
 from engine.models.paddlenlp import rank_files
 from engine.text.tokenizer import Tokenizer
@@ -25,9 +26,7 @@ NUM_PIECES, PIECE = 64, 16 << 10  # bytes; of a larger one, from its first to it
 LEFT_OVER_AFTER_S = 30 * 24 * 3600
 
 
-def export_cached(
-    checkpoint_dir: Path, cache_dir: Path, options: ExportOptions, progress: OnProgress = log.info
-) -> Path:
+def export_cached(checkpoint_dir: Path, cache_dir: Path, options: ExportOptions, report: Report = log.info) -> Path:
     """Return the folder of the exported checkpoint in the cache, and export it if necessary. A lock prevents two
     processes from exporting it at the same time.
 
@@ -42,13 +41,13 @@ def export_cached(
     Tokenizer.load(checkpoint_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
     waits = "wait for another process that exports the same checkpoint"
-    with file_lock(cache_dir / f".{name}.lock", lambda: progress(waits)):
+    with file_lock(cache_dir / f".{name}.lock", lambda: report(waits)):
         if not _is_made(out_dir, options):
             if out_dir.exists():
-                progress(f"{out_dir} is damaged, and is made anew")
+                report(f"{out_dir} is damaged, and is made anew")
                 out_dir.rename(cache_dir / f".{name}.damaged.partial")
             _remove_left_overs(cache_dir, name)
-            export(checkpoint_dir, out_dir, options, progress)
+            export(checkpoint_dir, out_dir, options, report)
     return out_dir
 
 

@@ -3,7 +3,6 @@ that the export has a layer that drafts (SPECULATE_METHOD=mtp or eagle3)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from engine.core.cache_groups import PAGED
@@ -12,11 +11,12 @@ from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.export_options import DRAFT_GRAPHS
 from engine.exporting.manifest import Manifest, is_exported
+from engine.log import Report
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 
 
-def export_draft_model(graph_dir: Path, config: Config, progress: Callable[[str], None]) -> Path | None:
+def export_draft_model(graph_dir: Path, config: Config, report: Report) -> Path | None:
     """Return the folder of the exported draft model, or None without one. Export it if necessary, for one rank and with
     the block size of the model in `graph_dir`. Raises ConfigError if the two do not fit together."""
     path, model = config.draft_model_path, Manifest.read(graph_dir)
@@ -25,7 +25,7 @@ def export_draft_model(graph_dir: Path, config: Config, progress: Callable[[str]
     try:
         if not is_exported(path):
             options = ExportOptions(block_size=model.block_size)
-            path = export_cached(path, Path(config.export_cache_dir).expanduser(), options, progress)
+            path = export_cached(path, Path(config.export_cache_dir).expanduser(), options, report)
         _check_graphs(model, Manifest.read(path))
         _check_tokenizers(graph_dir, path)
     except SetupError as error:

@@ -11,7 +11,7 @@ import logging
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from engine.dtypes import WEIGHT_DTYPES
 from engine.exporting import classifier
 from engine.exporting.atomic_folder import atomic_folder
 from engine.exporting.manifest import CONFIG, DECODER, GraphManifest, Manifest, rank_dir, refuse_static_graph
+from engine.log import Report
 from engine.models import eagle3
 from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors
 from engine.models.coded import Coded
@@ -54,7 +55,6 @@ COPIED_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class Plan:
         return _weights(self.model, self.shards[0])
 
 
-def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress: OnProgress = log.info) -> None:
+def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, report: Report = log.info) -> None:
     """Export a checkpoint to `out_dir`. Raises ModelError if the checkpoint is not supported, FileExistsError if
     `out_dir` is not empty."""
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise FileExistsError(f"{out_dir} exists and is not an empty folder")
-    progress(f"read {checkpoint_dir}")
-    plan = plan_of(checkpoint_dir, options, progress)
+    report(f"read {checkpoint_dir}")
+    plan = plan_of(checkpoint_dir, options, report)
     keys, checkpoint, shards, manifest = plan.keys, plan.checkpoint, plan.shards, plan.manifest
     with atomic_folder(out_dir) as partial:
         with warnings.catch_warnings():
@@ -129,12 +129,12 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
             from engine.exporting.save import save_graph
         for shard in shards:
             of_rank = f" of rank {shard.rank}" if len(shards) > 1 else ""
-            progress(f"load weights{of_rank} as {shard.format.name}")
+            report(f"load weights{of_rank} as {shard.format.name}")
             rank_dir(partial, shard.rank).mkdir()
             for name, network in plan.model.networks(shard).items():
-                save_graph(rank_dir(partial, shard.rank), network, manifest.graph(name), checkpoint, progress)
-        progress("write manifest.json, config.json and the tokenizer's files")
-        _copy_files(checkpoint_dir, partial, progress)
+                save_graph(rank_dir(partial, shard.rank), network, manifest.graph(name), checkpoint, report)
+        report("write manifest.json, config.json and the tokenizer's files")
+        _copy_files(checkpoint_dir, partial, report)
         if plan.scores is not None:
             np.save(partial / classifier.FILE, plan.scores)
         if plan.draft_ids is not None:
@@ -143,16 +143,16 @@ def export(checkpoint_dir: Path, out_dir: Path, options: ExportOptions, progress
         added = manifest.config_keys() | {"infer_model_dtype": shards[0].dtype, "infer_model_checkpoint": digest}
         (partial / CONFIG).write_text(json.dumps(keys | added, indent=2) + "\n")
         manifest.write(partial)
-    progress(f"{out_dir} is ready")
+    report(f"{out_dir} is ready")
 
 
-def plan_of(checkpoint_dir: Path, options: ExportOptions, progress: OnProgress) -> Plan:
+def plan_of(checkpoint_dir: Path, options: ExportOptions, report: Report) -> Plan:
     """Return what an export of the checkpoint writes, without reading weights. Raises ModelError if the checkpoint is
     not supported."""
     refuse_static_graph(checkpoint_dir)
     keys, checkpoint = _open(checkpoint_dir, options.load_format)
     keys |= options.overrides
-    model, scores = _model_of(keys, checkpoint, progress), None
+    model, scores = _model_of(keys, checkpoint, report), None
     model = with_mtp(keys["model_type"], model, checkpoint) if options.mtp else model
     if checkpoint:
         scores = classifier.read_classifier(
@@ -163,7 +163,7 @@ def plan_of(checkpoint_dir: Path, options: ExportOptions, progress: OnProgress) 
         model, checkpoint, draft_ids = eagle3.with_eagle3(model, checkpoint, Path(options.eagle3))
     shards = _shards(model, keys, checkpoint, options)
     if checkpoint:
-        _report_quantization(keys, checkpoint, shards[0], progress)
+        _report_quantization(keys, checkpoint, shards[0], report)
     max_seq_len = _max_seq_len(model, options.max_seq_len)
     if options.max_seq_len is None:
         max_seq_len = min(max_seq_len, whole_number(keys, "infer_model_max_seq_len", max_seq_len))
@@ -184,7 +184,7 @@ def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint
     return keys, Checkpoint(with_single_experts(keys, tensors), quantizations)
 
 
-def _model_of(keys: Mapping[str, Any], checkpoint: Checkpoint | None, progress: OnProgress) -> DecoderConfig:
+def _model_of(keys: Mapping[str, Any], checkpoint: Checkpoint | None, report: Report) -> DecoderConfig:
     """Return the model that config.json describes. Whether embeddings are tied is decided by the tensors of the
     checkpoint, as in transformers."""
     model = read_model(keys)
@@ -194,7 +194,7 @@ def _model_of(keys: Mapping[str, Any], checkpoint: Checkpoint | None, progress: 
         return replace(model, tied_embeddings=True)
     if not model.tied_embeddings or LM_HEAD not in checkpoint or checkpoint.are_equal(TABLE, LM_HEAD):
         return model
-    progress(f"config.json: tie_word_embeddings is true, but {LM_HEAD} is not {TABLE}: it is used as it is stored")
+    report(f"config.json: tie_word_embeddings is true, but {LM_HEAD} is not {TABLE}: it is used as it is stored")
     return replace(model, tied_embeddings=False)
 
 
@@ -248,25 +248,25 @@ def _weight_formats(dtype: str, quant_type: str, coded: Mapping[str, Coded]) -> 
     return wanted, formats
 
 
-def _report_quantization(keys: Mapping[str, Any], checkpoint: Checkpoint, shard: Shard, progress: OnProgress) -> None:
+def _report_quantization(keys: Mapping[str, Any], checkpoint: Checkpoint, shard: Shard, report: Report) -> None:
     """Report settings that are not used, and how many matrices could not keep the codes that the checkpoint has."""
     for message in unused_settings(keys):
-        progress(message)
+        report(message)
     made = (
         f"{each.inexact}, requantized as {shard.formats.get(name, shard.format).name}"
         for name, each in checkpoint.coded.items()
         if each.inexact
     )
     for kind, number in Counter(made).items():
-        progress(f"{number} matrices: {kind}")
+        report(f"{number} matrices: {kind}")
 
 
-def _copy_files(checkpoint_dir: Path, out_dir: Path, progress: OnProgress) -> None:
+def _copy_files(checkpoint_dir: Path, out_dir: Path, report: Report) -> None:
     paths = copied_files(checkpoint_dir)
     for path in paths:
         shutil.copyfile(path, out_dir / path.name)
     if not any(path.name == "tokenizer.json" or path.suffix == ".model" for path in paths):
-        progress(f"{checkpoint_dir} has no tokenizer.json: the graph can be run, but not served")
+        report(f"{checkpoint_dir} has no tokenizer.json: the graph can be run, but not served")
 
 
 def copied_files(directory: Path) -> list[Path]:

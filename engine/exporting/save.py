@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from paddle.base.framework import EagerParamBase
 
 from engine.core.cache_groups import STATE, table_name
 from engine.exporting.manifest import GraphManifest
+from engine.log import Report
 from engine.models.checkpoint import Checkpoint
 from engine.models.layers import PREVIOUS_STATES, SPAN_EMBEDDINGS, Network, Run
 from engine.models.vision import GRID_WEIGHTS, PATCHES
@@ -49,19 +50,19 @@ def save_graph(
     network: Network,
     graph: GraphManifest,
     checkpoint: Checkpoint | None,
-    progress: Callable[[str], None],
+    report: Report,
 ) -> None:
     """Write one graph and its parameters into the folder of a rank. Without a checkpoint, write the graph alone."""
     paddle.set_device("cpu")
-    build.library(build.PADDLE_OPS, report=progress)
+    build.library(build.PADDLE_OPS, report=report)
     register_paddle_ops()
     if checkpoint:
-        kinds = _write(directory / graph.parameters, _named(network), checkpoint, progress)
+        kinds = _write(directory / graph.parameters, _named(network), checkpoint, report)
     else:
         kinds = {name: kind for _, named in _named(network) for name, kind in _expected(named)}
     traced = Traced(network, graph, {name: _placeholder(name, kind) for name, kind in kinds.items()})
     traced.eval()
-    progress("trace and save the graph")
+    report("trace and save the graph")
     # Paddle would want all parameters in memory, and has no way to leave them out.
     with unittest.mock.patch("paddle.static.pir_io.save_vars_pir"):
         paddle.jit.save(traced, str(directory / Path(graph.program).stem), input_spec=[_input_specs(graph, network)])
@@ -73,7 +74,7 @@ def _named(network: Network) -> list[tuple[str, Constant | Weight]]:
 
 
 def _write(
-    path: Path, named: list[tuple[str, Constant | Weight]], checkpoint: Checkpoint, progress: Callable[[str], None]
+    path: Path, named: list[tuple[str, Constant | Weight]], checkpoint: Checkpoint, report: Report
 ) -> dict[str, Kind]:
     kinds = {}
 
@@ -82,7 +83,7 @@ def _write(
         for count, (name, source) in enumerate(named):
             if time.monotonic() > reported + REPORT_EVERY_S:
                 reported = time.monotonic()
-                progress(f"load weights, {count} of {len(named)} tensors")
+                report(f"load weights, {count} of {len(named)} tensors")
             if isinstance(source, Constant):
                 stored = {name: source.values}
             else:

@@ -23,7 +23,7 @@ from tests.cuda.test_executor import SETTINGS, generate
 def main() -> int:
     graph_dir, host, port, num_ranks, prompts, settings = sys.argv[1:]
     configure("INFO")
-    tell = logging.getLogger(__name__).info
+    report = logging.getLogger(__name__).info
     memory.with_device = lambda config: config  # with the interpreter the CPU is the device of every rank
     config = dataclasses.replace(
         SETTINGS, device="gpu", mp_num=int(num_ranks), mp_nnode=2, pod_ips="127.0.0.1,127.0.0.2",
@@ -31,8 +31,8 @@ def main() -> int:
     )  # fmt: skip
     try:
         if not config.machines.is_master:
-            follow(Path(graph_dir), config, tell)
-        executor = lead(Path(graph_dir), config, tell)
+            follow(Path(graph_dir), config, report)
+        executor = lead(Path(graph_dir), config, report)
         loop = EngineLoop(executor, memory.allocate_cache(executor, config, 512), config)
         cases = json.loads(prompts)
         count = cases.pop()

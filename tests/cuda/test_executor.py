@@ -162,7 +162,7 @@ def test_choices_of_experts_are_counted_also_in_captured_steps_without_their_pad
     expected_tokens = generate(EngineLoop(oracle, 64, SETTINGS), prompts, max_new_tokens=5)
     loop = a_loop(graph_dir, device, **drafts)
     assert generate(loop, prompts, max_new_tokens=5) == expected_tokens
-    found = loop.expert_usage.counts()
+    found = loop.executor.expert_usage.counts()
     expected = [
         np.bincount(np.concatenate([ids.ravel() for ids in chosen[layer :: len(found)]]), minlength=len(counts))
         for layer, counts in enumerate(found)

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
 from engine.errors import HostLost  # noqa: E402
-from engine.executors.hosts import facts  # noqa: E402
+from engine.executors.hosts import comparable_settings  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.cuda.test_executor import golden  # noqa: E402
@@ -88,8 +88,8 @@ def test_a_host_whose_steps_would_have_other_sizes_is_refused_by_name(exported, 
 
 def test_hosts_with_other_devices_or_versions_are_different(exported, monkeypatch):
     graph_dir, machines = exported("qwen2", num_ranks=2), {"mp_num": 2, "mp_nnode": 2, "pod_ips": "127.0.0.1,10.0.0.2"}
-    on_gpu, on_cpu = (facts(graph_dir, Config(device=device, **machines)) for device in ("gpu", "cpu"))
+    on_gpu, on_cpu = (comparable_settings(graph_dir, Config(device=device, **machines)) for device in ("gpu", "cpu"))
     assert (on_gpu["DEVICE"], on_cpu["DEVICE"]) == ("gpu", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    assert facts(graph_dir, Config(device="gpu", **machines))["the version of NCCL"] == "2.27.5"
+    assert comparable_settings(graph_dir, Config(device="gpu", **machines))["the version of NCCL"] == "2.27.5"

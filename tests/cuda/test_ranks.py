@@ -96,7 +96,7 @@ def test_experts_that_are_placed_by_their_usage_give_the_same_tokens(loop_of, ex
         lengths = (24,) if IS_INTERPRETED else (1, 24, 127, 200)
         found = generate(loop, [known[f"prompt_{n}"].tolist() for n in lengths], max_new_tokens=count)
         assert found == [known[f"tokens_{n}"][:count].tolist() for n in lengths]
-    assert any(order != [*range(len(order))] for order in loop.expert_usage._orders.tolist())
+    assert any(order != [*range(len(order))] for order in loop.executor.expert_usage._orders.tolist())
 
 
 @pytest.mark.usefixtures("products_are_chains_of_sums")

@@ -81,6 +81,7 @@ class CountingExecutor:
     runs_ahead = False
     max_prompt_logits = 6
     takes_spans = True
+    vision = expert_usage = draft_counts = None
     max_drafts = 0
     thread = None
 

@@ -19,6 +19,7 @@ class RandomModel:
     runs_ahead = False
     max_prompt_logits = 0
     takes_spans = False
+    vision = expert_usage = draft_counts = None
     max_drafts = 0
     thread = None
     cache_groups = FULL_ATTENTION

@@ -46,6 +46,7 @@ class CpuExecutor:
     """
 
     max_drafts = 0
+    draft_counts = None
     runs_ahead = False
 
     def __init__(self, graph_dir: Path, config: Config, membership: Membership | None = None):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 
+from engine.log import Report
 from engine.ops.cuda import launch
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 class KernelCompiler:
     """Collects the kernels that are missing while steps run in `recording`, then compiles them."""
 
-    def __init__(self, device: torch.device, report: Callable[[str], None]):
+    def __init__(self, device: torch.device, report: Report):
         self._device, self._report = device, report
         self._missing: dict[tuple[int, str], tuple[Any, str]] = {}  # function and its specialization
         triton.knobs.runtime.jit_post_compile_hook = None  # removes the hook of an earlier executor

@@ -42,6 +42,7 @@ from engine.executors.rank_blocks import BlockAccess
 from engine.executors.slots import Choices, Slots
 from engine.executors.spans import SlotSpans
 from engine.exporting.manifest import DECODER, Manifest, rank_dir
+from engine.log import Report
 from engine.models.layers import SPAN_EMBEDDINGS
 from engine.models.vision import VISION_GRAPH
 from engine.models.weights import experts_of_rank
@@ -83,6 +84,7 @@ class CudaExecutor:
     """
 
     max_drafts = 0
+    draft_counts = None
     runs_ahead = True
     thread = None
 
@@ -92,7 +94,7 @@ class CudaExecutor:
         config: Config,
         device: str = "",
         membership: Membership | None = None,
-        report: Callable[[str], None] = lambda progress: None,
+        report: Report = lambda text: None,
     ):
         model = Manifest.read(graph_dir)
         max_blocks = -(-model.max_seq_len // model.block_size)

@@ -51,6 +51,7 @@ class FakeExecutor:
 
     block_size, block_bytes, max_prompt_logits = 4, 0, 0
     cache_groups, takes_spans, runs_ahead, thread = FULL_ATTENTION, False, True, None
+    vision = expert_usage = draft_counts = None
 
     def __init__(self, events):
         self._events = events

@@ -50,7 +50,7 @@ class Hosts:
         return sock
 
     def call(self, host, *hello):
-        return rendezvous.call(self.machines[host], 0, self.port, pack(*hello))
+        return rendezvous.connect_to(self.machines[host], 0, self.port, pack(*hello))
 
 
 def in_thread(function, *arguments):
@@ -154,7 +154,7 @@ def test_a_host_with_other_settings_is_refused_with_the_differences():
     with pytest.raises(SetupError, match="127.0.0.1, which serves, refuses 127.0.0.2: BATCH_SIZE is 8 there, 50 here"):
         two.follower(1, {"MP_NUM": 4, "BATCH_SIZE": 8}).result(PATIENCE_S)
     for odd in ("facts", {}, {"MP_NUM": [4]}):
-        with rendezvous.Caller(1, two.call(1, rendezvous.FOLLOW, odd), ()).connection() as connection:
+        with rendezvous.IncomingConnection(1, two.call(1, rendezvous.FOLLOW, odd), ()).connection() as connection:
             assert unpack(connection.recv_bytes())[0] == rendezvous.REFUSED
     speak([two.follower(1).result(PATIENCE_S)[1], master.result(PATIENCE_S)[1]])
 
@@ -185,7 +185,7 @@ def test_a_connection_of_an_earlier_rendezvous_is_not_taken(monkeypatch):
     monkeypatch.setattr(rendezvous, "MEET_S", 1.0)
     two = Hosts(2)
     master = two.master()
-    with rendezvous.Caller(1, two.call(1, rendezvous.FOLLOW, FACTS), ()).connection() as connection:
+    with rendezvous.IncomingConnection(1, two.call(1, rendezvous.FOLLOW, FACTS), ()).connection() as connection:
         assert unpack(connection.recv_bytes())[0] == rendezvous.GO
         with two.call(1, rendezvous.SUMS, "an earlier one") as sums:
             assert is_closed(sums)
@@ -204,7 +204,7 @@ def test_connections_to_other_hosts_stay_open_until_a_lost_one_is_noticed(monkey
 
     with pytest.raises(ValueError, match="the other host has gone"):
         hosts.HostsExecutor(Failing(), [near]).launch(Batch([]))
-    assert closed[0] == (hosts.NOTICED_S, False)
+    assert closed[0] == (hosts.DETECTION_S, False)
     assert near.closed
     far.close()
 
@@ -212,8 +212,8 @@ def test_connections_to_other_hosts_stay_open_until_a_lost_one_is_noticed(monkey
 def test_the_watch_over_a_host_ends_with_our_own_end_of_the_connection(monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("it was we who closed it"))
     near, far = socket.socketpair()
-    connection = rendezvous.Caller(1, near, ()).connection()
-    hosts.end_with(connection, "127.0.0.2")
+    connection = rendezvous.IncomingConnection(1, near, ()).connection()
+    hosts.exit_with_host(connection, "127.0.0.2")
     connection.close()
     far.close()
     wait_until(lambda: not any(thread.name == "watches 127.0.0.2" for thread in threading.enumerate()))

@@ -67,7 +67,10 @@ def without(*path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("vocab_size"), r"model/manifest\.json: .* missing required field `vocab_size`; export the model again"),
+        (
+            without("vocab_size"),
+            r"model/manifest\.json: .* missing required field `vocab_size`; export the model again",
+        ),
         (without("graphs"), r"missing required field `graphs`"),
         (without("graphs", "decoder", "outputs"), r"missing required field `outputs` - at `\$\.graphs\[\.\.\.\]`"),
         (without("graphs", "decoder", "caches", 0, "axes"), r"field `axes` - at `\$\.graphs\[\.\.\.\]\.caches\[0\]`"),
