@@ -27,8 +27,8 @@ from engine import graph
 from engine.core.loop import EngineLoop
 from engine.core.types import Executor, Request, Sampling
 from engine.executors import make_executor
+from engine.executors.cpu.fp8_weights import with_bf16_weights
 from engine.executors.cpu.program import large_pages
-from engine.executors.cpu.widening import widened
 from engine.executors.reference import ReferenceExecutor
 from engine.exporting.cache import export_cached
 from engine.exporting.export import QUANT_TYPES, ExportOptions
@@ -84,7 +84,7 @@ def experts_hit(graph_dir: Path, batch: int, vocab_size: int) -> float:
 
 def bytes_of_step(graph_dir: Path, batch: int, num_hit: float) -> float:
     """Return the bytes that a decode step has to read."""
-    program, params = widened(*graph.load(graph_dir))
+    program, params = with_bf16_weights(*graph.load(graph_dir))
     names = {value.id: name for name, value in program.parameters.items()}
     shares: dict[str, float] = {}
     for node in program.nodes:

@@ -59,11 +59,11 @@ def model_sizes(config: Config, path: Path) -> ModelSizes:
     if not is_exported(path, config.machines.exported_ranks):
         return sizes_of(path, options_of(config, path), widens_fp8=config.device == CPU)
     from engine import graph
-    from engine.executors.cpu.widening import widened
+    from engine.executors.cpu.fp8_weights import with_bf16_weights
     from engine.graph.experts import expert_sizes
 
     loaded = graph.load(path)
-    params = widened(*loaded)[1] if config.device == CPU else loaded[1]
+    params = with_bf16_weights(*loaded)[1] if config.device == CPU else loaded[1]
     return ModelSizes(Manifest.read(path), sum(array.nbytes for array in params.values()), expert_sizes(loaded[0]))
 
 

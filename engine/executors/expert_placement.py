@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 Orders = Mapping[str, Sequence[int]]  # by the name of the router's weights
 
 
-class Gathered:
+class GatheredRows:
     """Parameter that consists of rows of others, which are read when it is read as an array."""
 
     def __init__(self, parts: Sequence[np.ndarray]):
@@ -109,7 +109,7 @@ def balanced_order(counts: Sequence[int], num_ranks: int, num_groups: int = 1) -
     return [unit * size + place for of_rank in units for unit in sorted(of_rank) for place in range(size)]
 
 
-def placed(graph: Graph, params: Mapping[str, Any], orders: Orders, graph_dir: Path) -> dict[str, Any]:
+def reorder_experts(graph: Graph, params: Mapping[str, Any], orders: Orders, graph_dir: Path) -> dict[str, Any]:
     """Return the parameters of the decoder of one rank for these orders. `params`: those of its file."""
     found = dict(params)
     if not orders:
@@ -129,7 +129,7 @@ def placed(graph: Graph, params: Mapping[str, Any], orders: Orders, graph_dir: P
             for name in (names[value.id] for value in node.inputs if value and value.id in names):
                 rows = graph.parameters[name].shape[0] // count
                 homes = mine[topk_ids.id][:count]
-                found[name] = Gathered([ranks[rank][name][at * rows : (at + 1) * rows] for rank, at in homes])
+                found[name] = GatheredRows([ranks[rank][name][at * rows : (at + 1) * rows] for rank, at in homes])
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.core.cache_groups import FULL_ATTENTION, STATE, CacheGroup, table_name
 from engine.core.types import Arrival, Batch, Logprobs, StepOutput
-from engine.executors.adjustments import NONE, Bias, Seen, joined
+from engine.executors.logits_processors import NO_ENTRIES, LogitBias, TokenCounts, concatenated
 from engine.executors.prompt_outputs import PooledStates, prompt_output_rows
 from engine.executors.spans import SlotSpans
 from engine.ops.sampling_rows import SampledRows, SamplingRows
@@ -66,8 +66,10 @@ class Slots:
         self._block_tables = np.zeros((len(groups), num_slots, width), np.int32)
         self._num_blocks = np.zeros((len(groups), num_slots), np.int64)
         self._rows = SamplingRows.greedy(num_slots)  # its `counter` is the number of tokens of the answer
-        self._seen = Seen(num_slots, min(max_blocks * block_size, vocab_size + 1))  # NO_TOKEN is one more
-        self._biases: dict[int, Bias] = {}  # only of slots that have one
+        self._token_counts = TokenCounts(
+            num_slots, min(max_blocks * block_size, vocab_size + 1)
+        )  # NO_TOKEN is one more
+        self._biases: dict[int, LogitBias] = {}  # only of slots that have one
         self.pooled_states = PooledStates()
         self.adapters: dict[int, str] = {}  # adapter ids, only of slots that have one
         self.spans: SlotSpans | None = None  # only if the graph takes spans
@@ -123,7 +125,7 @@ class Slots:
             return StepOutput([], [])
         logits = logits[: len(choices.slots)] if choices.logit_rows is None else logits[choices.logit_rows]
         rows = self.sampling_rows(choices, mask)
-        self.expect(choices)
+        self.count_expected_tokens(choices)
         return self.accept(batch, choices, rows, sample(logits, rows))
 
     def sampling_rows(self, choices: Choices, mask: np.ndarray | None = None) -> SamplingRows:
@@ -132,17 +134,17 @@ class Slots:
         rows = SamplingRows(self._rows.values.take(slots), mask=mask)
         if any(choices.tails):
             rows.counter += [len(tail) for tail in choices.tails]
-        if self._seen.places:
-            self._seen.fill(rows, slots, choices.tails)
+        if self._token_counts.places:
+            self._token_counts.fill(rows, slots, choices.tails)
         if self._biases:
             bias = [
-                self._biases[slot].entries(int(count), tail) if slot in self._biases else NONE
+                self._biases[slot].entries(int(count), tail) if slot in self._biases else NO_ENTRIES
                 for slot, tail, count in zip(choices.slots, choices.tails, rows.counter, strict=True)
             ]
-            rows.bias_starts, rows.bias_ids, rows.bias = joined(bias, np.float32)
+            rows.bias_starts, rows.bias_ids, rows.bias = concatenated(bias, np.float32)
         return rows
 
-    def expect(self, choices: Choices) -> None:
+    def count_expected_tokens(self, choices: Choices) -> None:
         """Count one token for each choice's slot in advance: the next step may be launched before the token is known,
         and by then the slot may belong to another request."""
         self._rows.counter[np.array(choices.slots)] += 1
@@ -155,7 +157,7 @@ class Slots:
             token_ids: Sequence[Sequence[int]] = [[token_id] for token_id in sampled.token_ids.tolist()]
         else:
             slots, token_ids = _accepted(batch, sampled.token_ids.tolist())
-        self._remember(slots, token_ids)
+        self._add_accepted(slots, token_ids)
         return StepOutput(token_ids, _logprobs_of(batch, token_ids, rows, sampled))
 
     def _arrive(self, arrival: Arrival) -> None:
@@ -176,19 +178,19 @@ class Slots:
             self.spans.begin(arrival)
         if sampling.has_penalty:
             prompt = token_ids[:prompt_len] if sampling.repetition_penalty != 1 else ()  # only that one counts it
-            self._seen.begin(slot, prompt, token_ids[prompt_len:])
+            self._token_counts.begin(slot, prompt, token_ids[prompt_len:])
         else:
-            self._seen.end(slot)
+            self._token_counts.end(slot)
         if sampling.logit_bias or sampling.bad_words or sampling.min_new_tokens:
-            self._biases[slot] = Bias(sampling, token_ids[prompt_len:])
+            self._biases[slot] = LogitBias(sampling, token_ids[prompt_len:])
 
-    def _remember(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+    def _add_accepted(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         """Add the accepted tokens to the state of their slots."""
         most = max(map(len, token_ids))
         if most > 1:
             self._rows.counter[np.array(slots)] += [len(each) - 1 for each in token_ids]  # a slot occurs at most once
-        if self._seen.places:
-            self._seen.add(slots, token_ids, most)
+        if self._token_counts.places:
+            self._token_counts.add(slots, token_ids, most)
         if self._biases:
             for slot, each in zip(slots, token_ids, strict=True):
                 if slot in self._biases:

@@ -17,7 +17,7 @@ from engine.executors.cpu.draft_graph import CpuDraftGraph
 from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.cpu.vision_encoder import CpuVisionEncoder
 from engine.executors.cpus import num_cpus
-from engine.executors.expert_placement import placed
+from engine.executors.expert_placement import reorder_experts
 from engine.executors.expert_usage import ExpertUsage, HostCounter
 from engine.executors.memory import free_memory_bytes
 from engine.executors.nixl_blocks import with_nixl
@@ -65,7 +65,7 @@ class CpuExecutor:
         self.graph_dir, self._files = graph_dir, (graph_dir, membership.rank)
         loaded, params = graph.load(*self._files)
         orders = membership.expert_orders
-        self._program = CpuProgram(loaded, placed(loaded, params, orders, graph_dir))
+        self._program = CpuProgram(loaded, reorder_experts(loaded, params, orders, graph_dir))
         self.expert_usage: ExpertUsage | None = None
         if self._is_first and (layers := self._program.routed):
             self._program.counter = HostCounter(len(layers), layers[0].num_experts)

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.core.cache_groups import table_name
 from engine.dtypes import held_as
-from engine.executors.cpu.widening import Widened, widened
+from engine.executors.cpu.fp8_weights import Fp8AsBf16, with_bf16_weights
 from engine.executors.expert_usage import HostCounter, routed_layers
 from engine.graph import Graph, GraphError, Node, Value
 from engine.graph.fusion import fuse
@@ -54,7 +54,7 @@ class CpuProgram:
         together with it."""
         if halves := [name for name, value in graph.parameters.items() if value.dtype == "float16"]:
             raise GraphError(f"parameter {halves[0]} is float16, which only GPUs compute with: export with bfloat16")
-        graph, numbers = widened(graph, params)
+        graph, numbers = with_bf16_weights(graph, params)
         self._graph = graph
         self._kernels = cpu.load()
         self._held: Held = _copied(graph, numbers, self._kernels, shares._held if shares else {})
@@ -220,7 +220,7 @@ def _roots(graph: Graph) -> dict[int, int]:
     return roots
 
 
-def _copied(graph: Graph, params: Mapping[str, np.ndarray | Widened], kernels: CpuOps, held: Held) -> Held:
+def _copied(graph: Graph, params: Mapping[str, np.ndarray | Fp8AsBf16], kernels: CpuOps, held: Held) -> Held:
     """Copy the parameters into aligned memory in large pages, in the packed layout where the op has one. Those that are
     `held` with the same shape and layout are not copied again."""
     packings = {

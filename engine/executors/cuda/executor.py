@@ -247,7 +247,7 @@ class CudaExecutor:
             step.download = Download({}, self._device)
             return step
         rows = self._slots.sampling_rows(choices)
-        self._slots.expect(choices)
+        self._slots.count_expected_tokens(choices)
         step = CudaStep(self, batch, choices, rows)
         if not batch.has_mask:
             step.choose()

@@ -18,12 +18,12 @@ from engine.errors import ConfigError
 from engine.executors.cuda import weights
 from engine.executors.cuda.host_experts import HostExperts
 from engine.executors.cuda.program import CudaProgram, check_ops
-from engine.executors.expert_placement import Orders, placed
+from engine.executors.expert_placement import Orders, reorder_experts
 from engine.exporting.manifest import GraphManifest
 from engine.models.constants import constants_of
 
 log = logging.getLogger(__name__)
-NONE: Mapping[str, Tensor] = MappingProxyType({})
+NO_PARAMS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class RankFiles(NamedTuple):
@@ -38,7 +38,7 @@ def load_program(
     files: RankFiles,
     device: torch.device,
     ops: ModuleType,
-    shared: Mapping[str, Tensor] = NONE,
+    shared: Mapping[str, Tensor] = NO_PARAMS,
     host_experts: HostExperts | None = None,
 ) -> CudaProgram:
     """Load a graph of one rank. Parameters of another graph that are `shared` are taken from there.
@@ -55,7 +55,9 @@ def load_program(
     size = weights.num_bytes(own)
     try:
         if names.parameters:
-            read = placed(graph, graphs.read_params(directory / names.parameters, graph), orders, directory.parent)
+            read = reorder_experts(
+                graph, graphs.read_params(directory / names.parameters, graph), orders, directory.parent
+            )
             load = partial(weights.load, params=read, device=device)
         else:
             load = partial(weights.draw, constants=constants_of(directory.parent), device=device)

@@ -12,7 +12,7 @@ from engine.core.types import PromptOutputs
 from engine.executors.cuda.program import Outputs
 from engine.executors.cuda.transfer import Download
 from engine.executors.prompt_outputs import Specs, make_outputs, scored_rows
-from engine.ops.cuda.sampler import report
+from engine.ops.cuda.sampler import compute_logprobs
 from engine.ops.sampling_rows import SampledRows
 
 
@@ -36,7 +36,7 @@ class StepPromptOutputs:
         hidden = outputs.hidden[len(outputs.hidden) - self._num_pooled :].to(torch.float32)
         first = len(outputs.logits) - self._num_pooled - self._num_scored
         logits = outputs.logits[first : first + self._num_scored]
-        found = report(logits, sent["scored"], sent["num_scored_logprobs"], self._rows.max_logprobs)
+        found = compute_logprobs(logits, sent["scored"], sent["num_scored_logprobs"], self._rows.max_logprobs)
         self._download = Download.of({"hidden": hidden, **found}, hidden.device)
 
     def result(self) -> list[PromptOutputs]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.executors.expert_placement import Gathered
+from engine.executors.expert_placement import GatheredRows
 from engine.graph import Graph, Value
 from engine.ops import cuda
 
@@ -23,7 +23,7 @@ DRAWN_WIDTH = 0.02  # standard deviation
 CODES_WIDTH = {torch.int8: 73.3, torch.uint8: 4.32}  # standard deviation of uniform codes of 8 and 4 bits
 
 
-def load(graph: Graph, params: Mapping[str, np.ndarray | Gathered], device: torch.device) -> dict[str, Tensor]:
+def load(graph: Graph, params: Mapping[str, np.ndarray | GatheredRows], device: torch.device) -> dict[str, Tensor]:
     """Copy the parameters to the device. `params` are the arrays of the mapped file, by name. Each byte is read once,
     through pinned memory on a GPU."""
     tensors = {name: _empty(value, device) for name, value in graph.parameters.items()}
@@ -127,10 +127,10 @@ def _dtype(value: Value) -> torch.dtype:
     return getattr(torch, value.dtype)
 
 
-def _parts(tensor: Tensor, param: np.ndarray | Gathered) -> Iterator[tuple[Tensor, np.ndarray]]:
+def _parts(tensor: Tensor, param: np.ndarray | GatheredRows) -> Iterator[tuple[Tensor, np.ndarray]]:
     """Yield the bytes of a tensor and of the arrays of the file that they are copied from."""
     target = tensor.view(torch.uint8).view(-1)
-    for source in map(_bytes, param.parts if isinstance(param, Gathered) else (param,)):
+    for source in map(_bytes, param.parts if isinstance(param, GatheredRows) else (param,)):
         yield target[: len(source)], source
         target = target[len(source) :]
 

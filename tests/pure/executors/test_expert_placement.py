@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine import graph as graphs
-from engine.executors.expert_placement import Gathered, balanced_order, orders_by_usage, placed, read_usage
+from engine.executors.expert_placement import GatheredRows, balanced_order, orders_by_usage, read_usage, reorder_experts
 from engine.exporting.manifest import Manifest
 from engine.models.weights import experts_of_rank
 from engine.settings.config import Config
@@ -61,7 +61,7 @@ def test_ranks_read_the_experts_of_their_places_from_the_files_of_all(family, op
     routers = [name for name in loaded[0][0].parameters if name.endswith("router.weight")]
     num_experts = len(loaded[0][1][routers[0]])
     order = np.random.default_rng(0).permutation(num_experts).tolist()
-    found = [placed(graph, params, {routers[0]: order}, graph_dir) for graph, params in loaded]
+    found = [reorder_experts(graph, params, {routers[0]: order}, graph_dir) for graph, params in loaded]
     layer = routers[0].removesuffix("router.weight")
     changed = [name for name in found[0] if name.startswith((f"{layer}experts.", f"{layer}router."))]
     assert len(changed) >= 3
@@ -80,7 +80,7 @@ def test_ranks_read_the_experts_of_their_places_from_the_files_of_all(family, op
 
 def test_rows_of_a_gathered_parameter_can_be_read():
     parts = [np.arange(6).reshape(3, 2), np.arange(10, 12).reshape(1, 2), np.arange(20, 28).reshape(4, 2)]
-    gathered, whole = Gathered(parts), np.concatenate(parts)
+    gathered, whole = GatheredRows(parts), np.concatenate(parts)
     assert (gathered.shape, gathered.nbytes) == (whole.shape, whole.nbytes)
     for start in range(8):
         for stop in range(start + 1, 10):

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.ops.cuda.sampler.drawing import draw
-from engine.ops.cuda.sampler.logits_processors import change, changes
-from engine.ops.cuda.sampler.logprobs import report
-from engine.ops.cuda.sampler.row import survey
-from engine.ops.cuda.sampler.top_k_top_p import cut
+from engine.ops.cuda.sampler.logits_processors import changes_logits, process_logits
+from engine.ops.cuda.sampler.logprobs import compute_logprobs
+from engine.ops.cuda.sampler.row import find_largest
+from engine.ops.cuda.sampler.top_k_top_p import apply_threshold
 from engine.ops.sampling_rows import SamplingRows
 
 __all__ = ["CUTS", "Cuts", "report", "sample"]
@@ -47,14 +47,14 @@ def sample(logits: Tensor, sent: Mapping[str, Tensor], cuts: Cuts, num_logprobs:
     `logits`, f32 [S, V] with S at least 1, are overwritten. `sent` has the fields of the rows on the same device; those
     that change logits are present only if they have an effect. `num_logprobs` is the largest number that a row wants.
     """
-    own = logits.clone() if num_logprobs >= 0 and changes(sent) else logits
-    change(logits, sent)
-    found = survey(logits, sent["temperature"], sent["min_p"])
+    own = logits.clone() if num_logprobs >= 0 and changes_logits(sent) else logits
+    process_logits(logits, sent)
+    found = find_largest(logits, sent["temperature"], sent["min_p"])
     if cuts.top_k:
-        cut(found, sent["top_k"], by_count=True)
+        apply_threshold(found, sent["top_k"], by_count=True)
     if cuts.top_p:
-        cut(found, sent["top_p"], by_count=False)
+        apply_threshold(found, sent["top_p"], by_count=False)
     token_ids = draw(found, sent, some_drawn=cuts.draws)
     if num_logprobs < 0:
         return {"token_ids": token_ids}
-    return {"token_ids": token_ids, **report(own, token_ids, sent["num_logprobs"], num_logprobs)}
+    return {"token_ids": token_ids, **compute_logprobs(own, token_ids, sent["num_logprobs"], num_logprobs)}

@@ -1,4 +1,4 @@
-"""One token of what is kept of each row: the likeliest, or by one uniform number."""
+"""Choice of one of the tokens that are kept of each row: the likeliest one, or one by a uniform random number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes of logits before sampling: masks, biases, bans, penalties and exclusions."""
+"""Logits processors: masks, biases, bans, penalties, top-n-sigma, typical-p and XTC change logits before sampling."""
 
 from __future__ import annotations
 
@@ -15,21 +15,16 @@ from engine.sampling_parameters import SamplingParameters
 
 BLOCK = 8192  # logits a program
 ENTRIES = 256  # of biases and of what was seen, at a time
-FIELDS = (
-    "mask",
-    "bias_ids",
-    "seen_ids",
-    "top_n_sigma",
-    "typical_p",
-    "xtc_probability",
-)  # that change logits, with those that go with them
+FIELDS = ("mask", "bias_ids", "seen_ids", "top_n_sigma", "typical_p", "xtc_probability")  # one of each processor
 
 
-def changes(rows: Mapping[str, Tensor]) -> bool:
+def changes_logits(rows: Mapping[str, Tensor]) -> bool:
+    """Return whether `process_logits` changes any logits of these rows."""
     return not rows.keys().isdisjoint(FIELDS)
 
 
-def change(logits: Tensor, rows: Mapping[str, Tensor]) -> None:
+def process_logits(logits: Tensor, rows: Mapping[str, Tensor]) -> None:
+    """Apply all logits processors whose fields are in `rows` to logits f32 [S, V] in place."""
     num_rows, vocab = logits.shape
     if "mask" in rows:
         _mask[(num_rows, triton.cdiv(vocab, BLOCK))](logits, rows["mask"], vocab, BLOCK)
@@ -40,9 +35,9 @@ def change(logits: Tensor, rows: Mapping[str, Tensor]) -> None:
         penalties = [rows[name] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")]
         _penalize[(num_rows,)](logits, *seen, *penalties, vocab, ENTRIES)
     if "top_n_sigma" in rows:
-        _cut_by_sigma[(num_rows,)](logits, rows["top_n_sigma"], vocab, BLOCK, num_warps=8)
+        _top_n_sigma[(num_rows,)](logits, rows["top_n_sigma"], vocab, BLOCK, num_warps=8)
     if "typical_p" in rows:
-        _keep_typical[(num_rows,)](logits, rows["typical_p"], rows["temperature"], vocab, BLOCK, num_warps=8)
+        _typical_p[(num_rows,)](logits, rows["typical_p"], rows["temperature"], vocab, BLOCK, num_warps=8)
     if "xtc_probability" in rows:
         _exclude_top_choices(logits, rows)
 
@@ -78,11 +73,8 @@ def _bias(logits, starts, ids, biases, vocab, BLOCK: tl.constexpr):
 @kernel
 def _penalize(logits, starts, ends, ids, seen_counts, repetitions, frequencies, presences, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    repetition, frequency, presence = (
-        tl.load(repetitions + row),
-        tl.load(frequencies + row),
-        tl.load(presences + row),
-    )
+    repetition, frequency = tl.load(repetitions + row), tl.load(frequencies + row)
+    presence = tl.load(presences + row)
     end = tl.load(ends + row)
     for start in range(tl.load(starts + row), end, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -96,7 +88,7 @@ def _penalize(logits, starts, ends, ids, seen_counts, repetitions, frequencies, 
 
 
 @kernel
-def _cut_by_sigma(logits, wanted, vocab, BLOCK: tl.constexpr):
+def _top_n_sigma(logits, wanted, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     num_sigmas = tl.load(wanted + row)
     if num_sigmas > 0:
@@ -119,7 +111,7 @@ def _cut_by_sigma(logits, wanted, vocab, BLOCK: tl.constexpr):
 
 
 @kernel
-def _keep_typical(logits, shares, temperatures, vocab, BLOCK: tl.constexpr):
+def _typical_p(logits, shares, temperatures, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     share = tl.load(shares + row)
     if (share < 1) & (tl.load(temperatures + row) > 0):

@@ -1,4 +1,4 @@
-"""Log-probabilities for the client, by the model's own logits."""
+"""Log-probabilities for the client, computed from the model's own logits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from engine.ops.cuda.sampler.row import load
 BLOCK, LOGITS_PER_WARP = 8192, 512  # of a row at a time
 
 
-def report(logits: Tensor, token_ids: Tensor, num_logprobs: Tensor, max_logprobs: int) -> dict[str, Tensor]:
-    """Log-probabilities of these tokens, one a row, and of the likeliest: the fields of SampledRows by name."""
+def compute_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: Tensor, max_logprobs: int) -> dict[str, Tensor]:
+    """Return the log-probabilities of these tokens, one for each row, and of the likeliest ones: the fields of
+    SampledRows by name."""
     num_rows, vocab = logits.shape
     block = min(BLOCK, triton.next_power_of_2(vocab))
     warps = max(4, block // LOGITS_PER_WARP)
@@ -21,14 +22,14 @@ def report(logits: Tensor, token_ids: Tensor, num_logprobs: Tensor, max_logprobs
     top_ids = token_ids.new_full((num_rows, max_logprobs), -1)
     top = logits.new_full((num_rows, max_logprobs), -float("inf"))
     if num_rows:
-        _report[(num_rows,)](
+        _compute_logprobs[(num_rows,)](
             logits, token_ids, num_logprobs, logprobs, top_ids, top, vocab, max_logprobs, block, num_warps=warps
         )
     return {"logprobs": logprobs, "top_ids": top_ids, "top_logprobs": top}
 
 
 @kernel
-def _report(
+def _compute_logprobs(
     logits, token_ids, num_wanted, logprobs, top_ids, top_logprobs, vocab, max_logprobs, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Compute log_softmax of the model's own logits, for the sampled token and the likeliest ones, lowest id first on a

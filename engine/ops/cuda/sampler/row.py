@@ -37,17 +37,18 @@ class Rows:
         return self.logits.shape[1], num_parts, triton.next_power_of_2(num_parts)
 
 
-def survey(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Rows:
+def find_largest(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Rows:
+    """Return rows whose parts' largest logits are known, and of which everything is kept."""
     (num_rows, vocab), new = logits.shape, logits.new_empty
     num_parts = triton.cdiv(vocab, PART)
     most, most_ids = new(num_rows, num_parts), new(num_rows, num_parts, dtype=torch.int32)
     floor, spare, count = new(num_rows), new(num_rows, dtype=torch.int32), new(num_rows, dtype=torch.int32)
-    _survey[(num_rows, num_parts)](logits, most, most_ids, floor, spare, vocab, num_parts, PART)
+    _find_largest[(num_rows, num_parts)](logits, most, most_ids, floor, spare, vocab, num_parts, PART)
     return Rows(logits, temperature, min_p, most, most_ids, floor, spare, new(num_rows, dtype=torch.float64), count)
 
 
 @kernel
-def _survey(logits, most, most_ids, floor, spare, vocab, num_parts, PART: tl.constexpr):
+def _find_largest(logits, most, most_ids, floor, spare, vocab, num_parts, PART: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids, values = load(logits + row * vocab, part * PART, vocab, PART)
     largest = tl.max(values, 0)
@@ -74,6 +75,6 @@ def largest_of(most, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def weights_of(values, largest, temperature, min_p):
-    """Relative to the likeliest token's; 0 for what min_p leaves out."""
+    """Return the weights relative to that of the likeliest token, and 0 for tokens that min_p excludes."""
     weights = tl.exp((values - largest) * (1 / temperature))
     return tl.where(weights >= min_p, weights, 0.0)

@@ -20,7 +20,7 @@ PIVOTS, ROUNDS = 8, 4
 MOST_CANDIDATES = 4096  # where more are left, of many that are equal, the whole row is bisected
 
 
-def cut(rows: Rows, wanted: Tensor, *, by_count: bool) -> None:
+def apply_threshold(rows: Rows, wanted: Tensor, *, by_count: bool) -> None:
     """Raise the floor of each row to its threshold. `wanted` is top_k (with `by_count`) or top_p of each row; rows that
     keep everything are not changed.
     """

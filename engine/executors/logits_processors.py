@@ -10,10 +10,10 @@ from engine.core.types import Sampling
 from engine.ops.sampling_rows import SamplingRows
 
 Entries = tuple[np.ndarray, np.ndarray]  # token ids i32, and a number for each of them
-NONE: Entries = (np.zeros(0, np.int32), np.zeros(0, np.float32))
+NO_ENTRIES: Entries = (np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
-class Seen:
+class TokenCounts:
     """Token counts of the slots that have penalties: the tokens of prompt and answer, and how often the answer has
     each.
 
@@ -71,12 +71,12 @@ class Seen:
         rows.seen_ids, rows.seen_counts = self._ids, self._counts
         if any(tails):  # Each row then needs counts of its own.
             entries = [self._with_tail(slot, tail) for slot, tail in zip(slots.tolist(), tails, strict=True)]
-            starts, rows.seen_ids, rows.seen_counts = joined(entries, np.int32)
+            starts, rows.seen_ids, rows.seen_counts = concatenated(entries, np.int32)
             rows.seen_starts, rows.seen_ends = starts[:-1], starts[1:]
 
     def _with_tail(self, slot: int, tail: Sequence[int]) -> Entries:
         if slot not in self.places:
-            return NONE
+            return NO_ENTRIES
         part = slice(slot * self._size, self._ends[slot])
         counts = dict(zip(self._ids[part].tolist(), self._counts[part].tolist(), strict=True))
         for token_id in tail:
@@ -84,7 +84,7 @@ class Seen:
         return np.array(list(counts), np.int32), np.array(list(counts.values()), np.int32)
 
 
-class Bias:
+class LogitBias:
     """Additive adjustments of one slot's logits: its logit biases, and minus infinity for the tokens that are banned
     now."""
 
@@ -117,7 +117,7 @@ def as_entries(pairs: Sequence[tuple[int, float]]) -> Entries:
     return np.array([token_id for token_id, _ in pairs], np.int32), np.array([each for _, each in pairs], np.float32)
 
 
-def joined(entries: Sequence[Entries], dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def concatenated(entries: Sequence[Entries], dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Concatenate the entries. Return the start of each of them (and the total length), the ids and the numbers."""
     starts = np.zeros(len(entries) + 1, np.int32)
     np.cumsum([len(ids) for ids, _ in entries], out=starts[1:])
