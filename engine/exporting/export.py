@@ -25,7 +25,6 @@ from engine.exporting.manifest import CONFIG, DECODER, GraphManifest, Manifest, 
 from engine.log import Report
 from engine.models import eagle3
 from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors
-from engine.models.coded import Coded
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
 from engine.models.formats import FORMATS, QUANTIZED, Format, Fp8, expert_format, with_zero
@@ -34,6 +33,7 @@ from engine.models.mtp import with_mtp
 from engine.models.paddle_checkpoint import as_in_transformers
 from engine.models.paddlenlp import rank_files, read_export
 from engine.models.quantization import read_quantization, unused_settings
+from engine.models.quantized_tensors import QuantizedMatrix
 from engine.models.stacked_experts import with_single_experts
 from engine.models.vision_checkpoint import with_tower
 from engine.models.weights import Shard, Weight, weights_of
@@ -205,7 +205,7 @@ def _shards(
     dtype = options.dtype
     if dtype == "auto":
         dtype = checkpoint.graph_dtype(TABLE) if checkpoint else "bfloat16"
-    weight_format, formats = _weight_formats(dtype, options.quant_type, checkpoint.coded if checkpoint else {})
+    weight_format, formats = _weight_formats(dtype, options.quant_type, checkpoint.quantized if checkpoint else {})
     if checkpoint and formats and not isinstance(weight_format, Fp8):  # beside integers, floats of the checkpoint stay
         formats |= dict.fromkeys(checkpoint.fp8_matrices, FORMATS["weight_only_fp8"])
     int8_cache = options.int8_cache or keys.get("infer_model_cachekv_int8_type") is not None
@@ -227,23 +227,25 @@ def _shards(
     return shards
 
 
-def _weight_formats(dtype: str, quant_type: str, coded: Mapping[str, Coded]) -> tuple[Format, dict[str, Format]]:
+def _weight_formats(
+    dtype: str, quant_type: str, quantized: Mapping[str, QuantizedMatrix]
+) -> tuple[Format, dict[str, Format]]:
     """Return the format of matrices, and the formats of those that the checkpoint stores in another one.
 
     Matrices that are quantized in the checkpoint keep its codes, where there is a format for them. Raises ModelError
     if `quant_type` asks for another format, unless the codes of all are lost anyhow.
     """
-    if not any(each.format for each in coded.values()):
+    if not any(each.format for each in quantized.values()):
         return FORMATS[dtype if quant_type == "none" else quant_type], {}
-    [(main, _)] = Counter(each.format for each in coded.values() if each.format).most_common(1)
+    [(main, _)] = Counter(each.format for each in quantized.values() if each.format).most_common(1)
     wanted = FORMATS[main if quant_type == "none" else quant_type]
     if main not in (wanted.name, expert_format(wanted).name):
-        if not all(each.inexact or not each.format for each in coded.values()):
+        if not all(each.inexact or not each.format for each in quantized.values()):
             raise ModelError(f"quant_type is {quant_type!r}, the checkpoint is quantized and exported as {main}")
         return wanted, {}
     formats = {
         name: with_zero(FORMATS[each.format]) if each.has_zero else FORMATS[each.format or dtype]
-        for name, each in coded.items()
+        for name, each in quantized.items()
     }
     return wanted, formats
 
@@ -254,7 +256,7 @@ def _report_quantization(keys: Mapping[str, Any], checkpoint: Checkpoint, shard:
         report(message)
     made = (
         f"{each.inexact}, requantized as {shard.formats.get(name, shard.format).name}"
-        for name, each in checkpoint.coded.items()
+        for name, each in checkpoint.quantized.items()
         if each.inexact
     )
     for kind, number in Counter(made).items():

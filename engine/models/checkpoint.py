@@ -14,16 +14,16 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from engine.dtypes import FP8_BLOCK
-from engine.models.coded import FLOATS as DTYPES
-from engine.models.coded import Coded, CodedLayer, Quantization
 from engine.models.formats import Dense, Format, Fp8
 from engine.models.fp4 import with_fp4
-from engine.models.fp8 import Scaled, fp8_bytes, stacked, with_fp8
+from engine.models.fp8 import ScaledFp8Tensor, fp8_bytes, stacked, with_fp8
 from engine.models.gguf_model import read_gguf
 from engine.models.keys import ModelError, read_json
 from engine.models.paddle_checkpoint import read_pdparams
 from engine.models.quantize import Codes
-from engine.models.stored import Stored
+from engine.models.quantized_tensors import FLOATS as DTYPES
+from engine.models.quantized_tensors import Quantization, QuantizedLayer, QuantizedMatrix
+from engine.models.stored_tensors import StoredTensor
 from engine.models.weights import Part, Share, Weight
 
 WEIGHTS = ("model.safetensors", "model_state.pdparams")
@@ -41,7 +41,7 @@ READ_AT_ONCE = 1 << 20  # elements; bounds the memory that reading needs in addi
 class Checkpoint:
     """The tensors of a checkpoint by name, and the quantizations that determine which tensors store a linear layer."""
 
-    def __init__(self, tensors: Mapping[str, Stored], quantizations: Sequence[Quantization] = ()):
+    def __init__(self, tensors: Mapping[str, StoredTensor], quantizations: Sequence[Quantization] = ()):
         self._quantizations = quantizations
         self._tensors = tensors
 
@@ -51,7 +51,7 @@ class Checkpoint:
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
-    def extended(self, tensors: Mapping[str, Stored], without: str = "") -> Checkpoint:
+    def extended(self, tensors: Mapping[str, StoredTensor], without: str = "") -> Checkpoint:
         """Return the checkpoint with more tensors, and without one of them."""
         kept = {name: tensor for name, tensor in self._tensors.items() if name != without}
         return Checkpoint(kept | dict(tensors), self._quantizations)
@@ -95,8 +95,8 @@ class Checkpoint:
         parts = {part.tensor: part for weight in weights for part in weight.parts}
         read = set(ignored)
         for part in parts.values():
-            if isinstance(coded := self._coded(part.tensor), CodedLayer):
-                read |= coded.tensors.keys()
+            if isinstance(quantized := self._quantized(part.tensor), QuantizedLayer):
+                read |= quantized.tensors.keys()
             else:
                 self._check(part)
                 read.add(part.tensor)
@@ -107,24 +107,28 @@ class Checkpoint:
             raise ModelError(f"the checkpoint has tensor {left[0]}{more}, for which this model type has no place")
 
     @cached_property
-    def coded(self) -> dict[str, Coded]:
+    def quantized(self) -> dict[str, QuantizedMatrix]:
         """Return the matrices of linear layers that are stored quantized, by the names of their plain weights."""
         names = {name for name in self._tensors if name.endswith(".weight")}
         for quantization in self._quantizations:
             end = quantization.ends[0]
             names |= {f"{name.removesuffix(end)}weight" for name in self._tensors if name.endswith(f".{end}")}
-        return {name: coded for name in sorted(names) if (coded := self._coded(name)) and name not in TABLES}
+        return {
+            name: quantized for name in sorted(names) if (quantized := self._quantized(name)) and name not in TABLES
+        }
 
     @property
     def fp8_matrices(self) -> frozenset[str]:
         """Return the names of the matrices that are stored as 8-bit floats."""
-        return frozenset(name for name, tensor in self._tensors.items() if isinstance(tensor, Scaled))
+        return frozenset(name for name, tensor in self._tensors.items() if isinstance(tensor, ScaledFp8Tensor))
 
     @property
     def column_block(self) -> int:
         """Return how many columns of the matrices in blocks of 8-bit floats share a scale, or 1 without such blocks."""
         blocks = (FP8_BLOCK, FP8_BLOCK)
-        are_there = any(isinstance(tensor, Scaled) and tensor.sides == blocks for tensor in self._tensors.values())
+        are_there = any(
+            isinstance(tensor, ScaledFp8Tensor) and tensor.sides == blocks for tensor in self._tensors.values()
+        )
         return FP8_BLOCK if are_there else 1
 
     def plain(self, weights: Iterable[Weight]) -> frozenset[str]:
@@ -146,35 +150,37 @@ class Checkpoint:
     def _arrays(self, weight: Weight) -> tuple[np.ndarray, ...]:
         if isinstance(weight.format, Fp8):
             found = [(self._find(part.tensor), part) for part in weight.parts]
-            shares = [tensor.share(*part.axes) for tensor, part in found if isinstance(tensor, Scaled)]
+            shares = [tensor.share(*part.axes) for tensor, part in found if isinstance(tensor, ScaledFp8Tensor)]
             if len(shares) == len(found):
                 return stacked(shares)
         is_read = all(part.tensor in self._tensors for part in weight.parts)
-        if isinstance(weight.format, Dense) and (is_read or not any(self._coded(part.tensor) for part in weight.parts)):
+        if isinstance(weight.format, Dense) and (
+            is_read or not any(self._quantized(part.tensor) for part in weight.parts)
+        ):
             return weight.format.store(self.read(weight))
         # Quantized in pieces, so that a table or the matrices of all experts are never in memory as float32.
         parts = [self._stored(part, weight.format) for part in weight.parts]
         return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
     def _stored(self, part: Part, format: Format) -> tuple[np.ndarray, ...]:
-        coded = self._coded(part.tensor)
+        quantized = self._quantized(part.tensor)
         rows, columns = part.axes
-        if coded is None:
+        if quantized is None:
             multiple = format.block_rows if isinstance(format, Fp8) else 1
             height = max(1, STORED_AT_ONCE // max(1, columns.size * multiple)) * multiple
             parts = [Part(part.tensor, (piece, columns)) for piece in rows.pieces(height)]
             of_parts = [format.store(self.read(Weight(each.tensor, (each,), format))) for each in parts]
             return tuple(np.concatenate(arrays) for arrays in zip(*of_parts, strict=True))
         try:
-            codes = coded.codes()
-            self._check_codes(codes, part, coded)
+            codes = quantized.codes()
+            self._check_codes(codes, part, quantized)
             step = max(1, READ_AT_ONCE // max(1, part.shape[1] * FP8_BLOCK)) * FP8_BLOCK
             pieces = [
                 format.adopt(codes.part(slice(start, min(start + step, rows.stop)), slice(columns.start, columns.stop)))
                 for start in range(rows.start, max(rows.stop, rows.start + 1), step)
             ]
         except (ModelError, ValueError) as error:
-            raise ModelError(f"tensor {coded.name}: {error}") from None
+            raise ModelError(f"tensor {quantized.name}: {error}") from None
         stored = tuple(np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         if all(share.stop - share.start == share.size for share in part.axes):
             return stored
@@ -182,26 +188,26 @@ class Checkpoint:
         return tuple(_filled_up(array, zeros) for array, zeros in zip(stored, wanted, strict=True))
 
     @staticmethod
-    def _check_codes(codes: Codes, part: Part, coded: Coded) -> None:
+    def _check_codes(codes: Codes, part: Part, quantized: QuantizedMatrix) -> None:
         if codes.codes.shape != part.shape:
             raise ModelError(f"has codes for {codes.codes.shape}, config.json asks for {part.shape}")
-        expected = coded.method.num_groups(part.shape[1]) if isinstance(coded, CodedLayer) else 0
+        expected = quantized.method.num_groups(part.shape[1]) if isinstance(quantized, QuantizedLayer) else 0
         groups = (part.shape[0], expected or codes.scale.shape[1])
         if codes.scale.shape != groups or (codes.zero is not None and codes.zero.shape != groups):
             zero = "" if codes.zero is None else f" and zero points for {codes.zero.shape}"
             raise ModelError(f"has scales for {codes.scale.shape}{zero}, config.json asks for {groups}")
 
-    def _coded(self, tensor: str) -> Coded | None:
+    def _quantized(self, tensor: str) -> QuantizedMatrix | None:
         """Return the quantized matrix that stands for a plain weight, or None if it is not quantized."""
         found = self._tensors.get(tensor)
-        if isinstance(found, Coded):
+        if isinstance(found, QuantizedMatrix):
             return found
         layer = tensor.removesuffix(".weight")
         named = [each for each in self._quantizations if each.names(layer)]
         others = [each for each in self._quantizations if "Linear" in each.targets]
         for quantization in (*named, *others):
-            if coded := quantization.layer(tensor, self._tensors):
-                return coded
+            if quantized := quantization.layer(tensor, self._tensors):
+                return quantized
         return None
 
     def read(self, weight: Weight) -> np.ndarray:
@@ -231,16 +237,16 @@ class Checkpoint:
         if dtype not in DTYPES:
             raise ModelError(f"tensor {part.tensor} has dtype {dtype}, supported are {', '.join(DTYPES)}")
 
-    def _find(self, tensor: str) -> Stored:
+    def _find(self, tensor: str) -> StoredTensor:
         if tensor not in self._tensors:
             raise ModelError(f"tensor {tensor} is missing in the checkpoint")
         return self._tensors[tensor]
 
 
-def open_tensors(directory: Path) -> dict[str, Stored]:
+def open_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of all files of a checkpoint by name. 8-bit and 4-bit floats are combined with
     their scales."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     paths = weight_files(directory)
     if paths[0].suffix == ".gguf":
         return read_gguf(paths)[1]
@@ -249,7 +255,7 @@ def open_tensors(directory: Path) -> dict[str, Stored]:
     return with_fp8(with_fp4(_with_prefix(tensors)))
 
 
-def _with_prefix(tensors: dict[str, Stored]) -> dict[str, Stored]:
+def _with_prefix(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors by their names in a causal language model, also if the checkpoint stores the decoder alone."""
     if "embed_tokens.weight" not in tensors:
         return tensors
@@ -300,7 +306,7 @@ def _filled_up(array: np.ndarray, zeros: np.ndarray) -> np.ndarray:
     return zeros
 
 
-def _open(path: Path) -> dict[str, Stored]:
+def _open(path: Path) -> dict[str, StoredTensor]:
     if path.suffix == ".pdparams":
         return read_pdparams(path)
     try:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import FP8_BLOCK
-from engine.models.coded import KEY, WIDER, Quantization, Tensors, group_of, need, unpack
 from engine.models.keys import ModelError, an_object
 from engine.models.quantize import Codes
+from engine.models.quantized_tensors import KEY, WIDER, Quantization, Tensors, group_of, need, unpack
 
 FP4_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 

@@ -24,7 +24,7 @@ from engine.models.layers import LOGIT_ROWS, PREVIOUS_STATES, Embedding, Head, L
 from engine.models.llama import Llama
 from engine.models.mlp import GatedMlp
 from engine.models.mtp import DraftDecoder, input_part
-from engine.models.stored import Stored
+from engine.models.stored_tensors import StoredTensor
 from engine.models.weights import Part, Shard, Share, Weight
 
 EAGLE3_GRAPH = "eagle3"  # name of the graph that drafts
@@ -142,7 +142,7 @@ def with_eagle3(model: DecoderConfig, checkpoint: Checkpoint | None, directory: 
     return WithHead(replace(model, eagle3=replace(head, has_table=has_table)), both, draft_ids)
 
 
-def _named(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def _named(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of a head by the names of `speculators`."""
     named = {}
     for name, tensor in tensors.items():
@@ -151,7 +151,7 @@ def _named(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return named
 
 
-def _draft_ids(offsets: Stored | None, head: Eagle3Head) -> np.ndarray:
+def _draft_ids(offsets: StoredTensor | None, head: Eagle3Head) -> np.ndarray:
     """Return the token of the model for each token of the head, from how far they lie apart."""
     ids = np.arange(head.draft_vocab_size)
     if offsets is None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.coded import Quantization, need
 from engine.models.keys import ModelError
 from engine.models.paddle_packed import packed
 from engine.models.quantize import Codes
-from engine.models.stored import Stored, slices
+from engine.models.quantized_tensors import Quantization, need
+from engine.models.stored_tensors import StoredTensor, slices
 
 CODES, SCALE = "quant_weight", "weight_scale"  # ends of the names of a layer's tensors
 TYPES = ("wint8", "wint4", None)
@@ -28,8 +28,8 @@ class FastDeployMatrix:
     """A matrix [N, K] of the outputs in `spans` of a layer that FastDeploy has quantized."""
 
     name: str  # of the tensor with the codes, for messages
-    stored: Stored  # int8 [outputs, K], or [outputs / 2, K] with 4 bits
-    scale: Stored  # [outputs]
+    stored: StoredTensor  # int8 [outputs, K], or [outputs / 2, K] with 4 bits
+    scale: StoredTensor  # [outputs]
     spans: Sequence[tuple[int, int]]
     has_zero = False
     inexact = ""
@@ -63,7 +63,7 @@ def fastdeploy(config: Mapping[str, Any]) -> tuple[Quantization, ...]:
     return ()
 
 
-def matrix_of(layer: str, tensors: Mapping[str, Stored]) -> FastDeployMatrix:
+def matrix_of(layer: str, tensors: Mapping[str, StoredTensor]) -> FastDeployMatrix:
     """Return the matrix of a quantized layer with all of its outputs. Raises ModelError."""
     name = f"{layer}.{CODES}"
     if missing := [end for end in (CODES, SCALE) if f"{layer}.{end}" not in tensors]:

@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from engine.dtypes import FP8_VALUES
-from engine.models.fp8 import Bytes
+from engine.models.fp8 import Fp8Tensor
 from engine.models.keys import ModelError
-from engine.models.stored import Stored, slices
+from engine.models.stored_tensors import StoredTensor, slices
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = np.array(MAGNITUDES + tuple(-value for value in MAGNITUDES), np.float32)  # of the codes 0 .. 15
@@ -39,7 +39,7 @@ def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 class Fp4:
     """A matrix of 4-bit floats that reads as float32. Each scale applies to a group of a row."""
 
-    packed: Stored  # u8 [N, K / 2]
+    packed: StoredTensor  # u8 [N, K / 2]
     scale: np.ndarray  # f32 [N, K / group]
 
     def get_dtype(self) -> str:
@@ -56,7 +56,7 @@ class Fp4:
         return values.reshape(len(values), -1)[:, columns]
 
 
-def with_fp4(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def with_fp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors with each matrix of 4-bit floats combined with its scales, under the name `<layer>.weight`.
 
     Raises ModelError if scales are missing or have a shape that is not supported.
@@ -74,7 +74,7 @@ def with_fp4(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return made
 
 
-def _scales(name: str, packed: Stored, parts: Mapping[str, Any]) -> np.ndarray:
+def _scales(name: str, packed: StoredTensor, parts: Mapping[str, Any]) -> np.ndarray:
     """Return the scales of all groups, multiplied by the scale of the whole matrix."""
     scale = parts[SCALE]
     rows, half = packed.get_shape()
@@ -88,7 +88,7 @@ def _scales(name: str, packed: Stored, parts: Mapping[str, Any]) -> np.ndarray:
         return E8M0_VALUES[scale[...]]
     if (parts[FACTOR] is None) == (parts[DIVISOR] is None):
         raise ModelError(f"tensor {name} needs either a {FACTOR} or a {DIVISOR} beside it")
-    values = FP8_VALUES[scale.numbers if isinstance(scale, Bytes) else scale[...]]
+    values = FP8_VALUES[scale.numbers if isinstance(scale, Fp8Tensor) else scale[...]]
     if parts[DIVISOR] is not None:
         return values / np.float32(np.asarray(parts[DIVISOR][...]).reshape(()))
     return values * np.float32(np.asarray(parts[FACTOR][...]).reshape(()))

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.dtypes import FP8_BLOCK, FP8_VALUES
 from engine.models.keys import ModelError
-from engine.models.stored import Stored, slices
+from engine.models.stored_tensors import StoredTensor, slices
 from engine.models.weights import Share
 
 FP8 = "F8_E4M3"  # as safetensors spells it; safetensors cannot convert it to numpy
@@ -22,7 +22,7 @@ NOT_NEEDED = (".input_scale", ".input_scale_ub", ".input_zero_point")  # not use
 
 
 @dataclass(frozen=True, eq=False)
-class Bytes:
+class Fp8Tensor:
     """A tensor of 8-bit floats, as bytes (uint8), without its scales."""
 
     numbers: np.ndarray
@@ -38,7 +38,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled:
+class ScaledFp8Tensor:
     """A matrix of 8-bit floats that reads as float32. Each scale applies to a block of `sides` (rows, columns)."""
 
     numbers: np.ndarray
@@ -82,7 +82,7 @@ def stacked(shares: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray
     return np.concatenate([numbers for numbers, _ in shares]), np.concatenate(scales)
 
 
-def fp8_bytes(path: Path) -> dict[str, Stored]:
+def fp8_bytes(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of 8-bit floats in a valid safetensors file by name, memory-mapped."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -90,19 +90,19 @@ def fp8_bytes(path: Path) -> dict[str, Stored]:
     header.pop("__metadata__", None)  # null is valid, too
     found = {name: each for name, each in header.items() if each["dtype"] == FP8}
     return {
-        name: Bytes(np.memmap(path, np.uint8, "r", 8 + size + each["data_offsets"][0], tuple(each["shape"])))
+        name: Fp8Tensor(np.memmap(path, np.uint8, "r", 8 + size + each["data_offsets"][0], tuple(each["shape"])))
         for name, each in found.items()
     }
 
 
-def with_fp8(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def with_fp8(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors with each matrix of 8-bit floats combined with its scales.
 
     Raises ModelError if scales are missing or have a shape that is not supported.
     """
     made = dict(tensors)
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Bytes):
+        if not isinstance(tensor, Fp8Tensor):
             continue
         scales = [f"{name}{end}" for end in SCALES if f"{name}{end}" in tensors]
         if not scales:
@@ -113,12 +113,12 @@ def with_fp8(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return made
 
 
-def _scaled(name: str, numbers: np.ndarray, scale: np.ndarray) -> Scaled:
+def _scaled(name: str, numbers: np.ndarray, scale: np.ndarray) -> ScaledFp8Tensor:
     rows, columns = numbers.shape
     blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
     for shape, sides in (((1, 1), (rows, columns)), ((rows, 1), (1, columns)), (blocks, (FP8_BLOCK, FP8_BLOCK))):
         if scale.size == shape[0] * shape[1] and (scale.shape == shape or scale.ndim < 2):
-            return Scaled(numbers, scale.reshape(shape), sides)
+            return ScaledFp8Tensor(numbers, scale.reshape(shape), sides)
     raise ModelError(
         f"tensor {name} of shape {numbers.shape} has scales of shape {scale.shape}, supported are one, one a row and"
         f" one for {FP8_BLOCK} x {FP8_BLOCK}"

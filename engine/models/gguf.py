@@ -18,7 +18,7 @@ import numpy as np
 from engine.models.gguf_blocks import BLOCK_FORMATS, BlockFormat, Decoded
 from engine.models.keys import ModelError
 from engine.models.quantize import Codes
-from engine.models.stored import slices
+from engine.models.stored_tensors import slices
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # for struct

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.models.gguf import Gguf, GgufTensor
 from engine.models.keys import ModelError
-from engine.models.stored import Stored
+from engine.models.stored_tensors import StoredTensor
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
 MIXTURES = {"qwen3moe": "qwen3_moe"}  # whose layers have experts
@@ -63,7 +63,7 @@ KEYS = {  # config.json -> metadata, after the name of the architecture
 WIDE_QUERIES = {("gemma2", 46), ("gemma3", 62)}
 
 
-def read_gguf(paths: list[Path]) -> tuple[dict[str, Any], dict[str, Stored], Mapping[str, Any]]:
+def read_gguf(paths: list[Path]) -> tuple[dict[str, Any], dict[str, StoredTensor], Mapping[str, Any]]:
     """Return the config.json, the tensors by their names in transformers, and the metadata of the files of a model.
 
     Raises ModelError if the architecture is not supported, or if values are missing or have other types.
@@ -74,7 +74,7 @@ def read_gguf(paths: list[Path]) -> tuple[dict[str, Any], dict[str, Stored], Map
         raise ModelError(f"{paths[0]} has metadata or tensors that cannot be used: {error!r}") from error
 
 
-def _read(paths: list[Path]) -> tuple[dict[str, Any], dict[str, Stored], Mapping[str, Any]]:
+def _read(paths: list[Path]) -> tuple[dict[str, Any], dict[str, StoredTensor], Mapping[str, Any]]:
     files = [Gguf.read(path) for path in paths]
     metadata = files[0].metadata
     if metadata.get("split.count", 1) not in (0, len(files)):
@@ -87,7 +87,7 @@ def _read(paths: list[Path]) -> tuple[dict[str, Any], dict[str, Stored], Mapping
     if TABLE not in tensors:
         raise ModelError(f"{paths[0]} has no tensor {TABLE}")
     keys = _config(arch, metadata, tensors)
-    named: dict[str, Stored] = {}
+    named: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         if arch in MIXTURES and (found := EXPERTS.fullmatch(name)):
             named |= _experts(f"model.layers.{found[1]}.mlp.experts", f"{found[2]}_proj.weight", tensor)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.coded import KEY, WIDER, Quantization, Tensors, group_of, need, unpack
 from engine.models.keys import ModelError
 from engine.models.quantize import Codes
+from engine.models.quantized_tensors import KEY, WIDER, Quantization, Tensors, group_of, need, unpack
 
 ENDS = ("qweight", "qzeros", "scales")
 

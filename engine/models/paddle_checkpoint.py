@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.models.fastdeploy import CODES, SCALE, FastDeployMatrix, matrix_of
 from engine.models.keys import ModelError, whole_number
-from engine.models.stored import NAMES, Joined, Stored, slices
+from engine.models.stored_tensors import SAFETENSORS_DTYPES, ConcatenatedTensor, StoredTensor, slices
 
 PREFIXES = {  # model_type -> prefix of the names of tensors
     "ernie4_5": "ernie.",
@@ -46,10 +46,10 @@ PARAMETER_NAMES, CUT_ARRAYS = "StructuredToParameterName@@", "UnpackBigParamInfo
 
 
 @dataclass(frozen=True, eq=False)
-class Turned:
+class TransposedTensor:
     """View of Paddle's linear layer [in, out], or of its bias, as a tensor [out, in] of the outputs in `spans`."""
 
-    stored: Stored
+    stored: StoredTensor
     spans: Sequence[tuple[int, int]]
 
     def get_dtype(self) -> str:
@@ -73,7 +73,9 @@ class Turned:
         return self.stored[key].T
 
 
-def as_in_transformers(keys: dict[str, Any], tensors: dict[str, Stored]) -> tuple[dict[str, Any], dict[str, Stored]]:
+def as_in_transformers(
+    keys: dict[str, Any], tensors: dict[str, StoredTensor]
+) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return config.json and the tensors with the names of transformers. Other formats than Paddle's are not changed.
 
     Raises ModelError for options that are not supported.
@@ -91,7 +93,7 @@ def as_in_transformers(keys: dict[str, Any], tensors: dict[str, Stored]) -> tupl
         widths = {"head_dim": whole_number(keys, "hidden_size") // heads, "num_key_value_heads": heads}
         keys = ERNIE_DEFAULTS | widths | {key: value for key, value in keys.items() if value is not None}
     is_tied = LM_HEAD not in tensors or bool(keys.get("tie_word_embeddings"))
-    made: dict[str, Stored] = {}
+    made: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
         ours = f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
         layer, _, end = ours.rpartition(".")
@@ -99,16 +101,16 @@ def as_in_transformers(keys: dict[str, Any], tensors: dict[str, Stored]) -> tupl
             made |= _quantized(name, layer, keys, tensors)
         elif layer.endswith(TURNED):
             for part, spans in _parts(layer, stored.get_shape()[-1], keys).items():
-                made[f"{part}.{end}"] = Turned(stored, spans)
+                made[f"{part}.{end}"] = TransposedTensor(stored, spans)
         elif ours == LM_HEAD and not is_tied:
-            made[ours] = Turned(stored, ((0, stored.get_shape()[-1]),))
+            made[ours] = TransposedTensor(stored, ((0, stored.get_shape()[-1]),))
         else:
             made[ours] = stored
     return keys | {"tie_word_embeddings": is_tied}, made
 
 
 def _quantized(
-    name: str, layer: str, keys: Mapping[str, Any], tensors: Mapping[str, Stored]
+    name: str, layer: str, keys: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> dict[str, FastDeployMatrix]:
     """Return the matrices of transformers in a layer that FastDeploy has quantized, once for its two tensors."""
     matrix = matrix_of(name.rpartition(".")[0], tensors)
@@ -140,7 +142,7 @@ def _every(step: int, first: int, size: int, width: int) -> tuple[tuple[int, int
     return tuple((start, start + size) for start in range(first, width, step))
 
 
-def read_pdparams(path: Path) -> dict[str, Stored]:
+def read_pdparams(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file that `paddle.save` has written. All are read into memory. Raises ModelError."""
     try:
         with path.open("rb") as file:
@@ -149,7 +151,7 @@ def read_pdparams(path: Path) -> dict[str, Stored]:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not isinstance(state, dict) or CUT_ARRAYS in state:
         raise ModelError(f"{path} is no dictionary of whole tensors: save it with paddle.save(..., protocol=4)")
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for name, value in state.items():
         array = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # a tuple is (name, array)
         if name == PARAMETER_NAMES:
@@ -157,9 +159,9 @@ def read_pdparams(path: Path) -> dict[str, Stored]:
         if not isinstance(array, np.ndarray):
             raise ModelError(f"{path}: {name} is a {type(array).__name__}, tensors are supported")
         array = array.view("bfloat16") if array.dtype == np.uint16 else array
-        if array.dtype.name not in NAMES:
-            raise ModelError(f"{path}: {name} has dtype {array.dtype}, supported are {', '.join(NAMES)}")
-        found[str(name)] = Joined((array,))
+        if array.dtype.name not in SAFETENSORS_DTYPES:
+            raise ModelError(f"{path}: {name} has dtype {array.dtype}, supported are {', '.join(SAFETENSORS_DTYPES)}")
+        found[str(name)] = ConcatenatedTensor((array,))
     return found
 
 

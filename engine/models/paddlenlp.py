@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from engine.models.checkpoint import Checkpoint
-from engine.models.coded import KEY, Quantization
 from engine.models.compressed_tensors import as_stored
 from engine.models.families import read_model
 from engine.models.keys import ModelError, read_json, whole_number
 from engine.models.mixture_config import MixtureConfig
 from engine.models.paddle_packed import PaddlePacked, packed
 from engine.models.paddlenlp_kinds import FROM_CHECKPOINT, MIXTURES, MODEL_TYPES, kind_of, refuse
-from engine.models.stored import Joined, Stored
+from engine.models.quantized_tensors import KEY, Quantization
+from engine.models.stored_tensors import ConcatenatedTensor, StoredTensor
 from engine.paddle_files import PaddleFileError, read_params, read_program
 
 KINDS = "Llama, Qwen2, Mixtral or Qwen2-MoE in bf16, fp16, weight_only_int8 or weight_only_int4"
@@ -83,7 +83,7 @@ def read_export(directory: Path) -> tuple[dict[str, Any], Checkpoint]:
         raise ModelError(str(error)) from None
     if any(rank.keys() != ranks[0].keys() for rank in ranks):
         raise ModelError(f"{directory}: its ranks have different parameters")
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     plain = {key: value for key, value in keys.items() if key != KEY}
     mixture = read_model(plain).mixture if keys["model_type"] in MIXTURES else None
     for name in ranks[0]:
@@ -118,7 +118,7 @@ def _read_rank(path: Path) -> dict[str, np.ndarray]:
 
 def _as_in_checkpoint(
     name: str, ranks: list[dict[str, np.ndarray]], keys: Mapping[str, Any], mixture: MixtureConfig | None
-) -> dict[str, Stored]:
+) -> dict[str, StoredTensor]:
     """Return the checkpoint tensors that a parameter holds.
 
     Names of parameters outside of layers contain varying numbers.
@@ -127,12 +127,12 @@ def _as_in_checkpoint(
     if NOT_NEEDED.fullmatch(name):
         return {}
     if name.endswith(".w_0") and arrays[0].ndim == 1:
-        return {"model.norm.weight": Joined((arrays[0],))}
+        return {"model.norm.weight": ConcatenatedTensor((arrays[0],))}
     if name.endswith(".w_0") and ("embedding" in name or "lm_head" in name):
         is_head = "lm_head" in name
         tables = [array.T if is_head else array for array in arrays]
         shared = tables if len(tables[0]) < whole_number(keys, "vocab_size") else tables[:1]
-        return {"lm_head.weight" if is_head else "model.embed_tokens.weight": Joined(tuple(shared))}
+        return {"lm_head.weight" if is_head else "model.embed_tokens.weight": ConcatenatedTensor(tuple(shared))}
     found = OF_LAYER.fullmatch(name)
     leaves = {**LAYER, **(_of_mixture(mixture) if mixture else {})}
     if not found or found[3] not in leaves:
@@ -140,7 +140,7 @@ def _as_in_checkpoint(
     prefix, leaf, end = f"model.layers.{found[2]}.", found[3], found[4].lstrip("_") or "weight"
     if mixture and arrays[0].ndim == (2 if end == "weight_scale" else 3):
         columns = mixture.intermediate_size // len(ranks) if leaf == "ffn2" else whole_number(keys, "hidden_size")
-        made: dict[str, Stored] = {}
+        made: dict[str, StoredTensor] = {}
         for expert in range(mixture.num_experts):
             names, axis = _of_expert(mixture, expert)[leaf]
             assert axis is not None, "ranks share every matrix of an expert"
@@ -150,7 +150,7 @@ def _as_in_checkpoint(
     names, axis = leaves[leaf]
     matrices = [rank[name][:, None] if end == "weight_scale" else _matrix(name, rank, leaf) for rank in ranks]
     if axis is None:
-        return {f"{prefix}{names[0]}.{end}": Joined((matrices[0],))}
+        return {f"{prefix}{names[0]}.{end}": ConcatenatedTensor((matrices[0],))}
     heads = whole_number(keys, "num_attention_heads")
     kv_heads = whole_number(keys, "num_key_value_heads", heads)
     shares = (heads, kv_heads, kv_heads) if leaf == "qkv" else (1,) * len(names)
@@ -173,9 +173,9 @@ def _of_expert(mixture: MixtureConfig, expert: int) -> Leaves:
     return {"ffn1": ((gate, up), 0), "ffn2": ((down,), 1)}
 
 
-def _parts(names: Sequence[str], axis: int, shares: Sequence[int], matrices: list[Any]) -> dict[str, Stored]:
+def _parts(names: Sequence[str], axis: int, shares: Sequence[int], matrices: list[Any]) -> dict[str, StoredTensor]:
     """Return the tensors `names` whose rows are one after another in the matrix of each rank."""
-    made: dict[str, Stored] = {}
+    made: dict[str, StoredTensor] = {}
     each, rest = divmod(matrices[0].shape[0], sum(shares))
     if rest:
         raise ModelError(f"{matrices[0].shape[0]} rows cannot be {len(names)} matrices in the ratio of {tuple(shares)}")
@@ -183,7 +183,7 @@ def _parts(names: Sequence[str], axis: int, shares: Sequence[int], matrices: lis
     for name, share in zip(names, shares, strict=True):
         stop = start + share * each
         of_ranks = tuple(m.rows(start, stop) if isinstance(m, PaddlePacked) else m[start:stop] for m in matrices)
-        made[name] = Joined(of_ranks, axis)
+        made[name] = ConcatenatedTensor(of_ranks, axis)
         start = stop
     return made
 
@@ -212,7 +212,7 @@ def _scale(name: str, params: Params) -> np.ndarray:
     return scale
 
 
-def _quantization(directory: Path, tensors: Mapping[str, Stored]) -> tuple[Quantization, ...]:
+def _quantization(directory: Path, tensors: Mapping[str, StoredTensor]) -> tuple[Quantization, ...]:
     formats = {tensor.get_dtype() for tensor in tensors.values()} & {"I8", "U8"}
     if not formats:
         return ()

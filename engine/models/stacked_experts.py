@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.models.fp4 import mxfp4_values
 from engine.models.keys import ModelError
-from engine.models.stored import Stored, slices
+from engine.models.stored_tensors import StoredTensor, slices
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +21,10 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, eq=False)
-class OfExpert:
+class ExpertSlice:
     """View of some rows of one expert's matrix or bias in a tensor [experts, ..] as a tensor of its own."""
 
-    stored: Stored
+    stored: StoredTensor
     expert: int
     rows: tuple[int, int, int]  # first, number, step
     is_transposed: bool = False
@@ -50,8 +50,8 @@ class OfExpert:
 class Mxfp4:
     """Stacked matrices [experts, N, K] of 4-bit floats, each 32 of which share a power of two; they read as float32."""
 
-    blocks: Stored  # u8 [experts, N, K / 32, 16]: two codes a byte, the first in the lower half
-    scales: Stored  # u8 [experts, N, K / 32]
+    blocks: StoredTensor  # u8 [experts, N, K / 32, 16]: two codes a byte, the first in the lower half
+    scales: StoredTensor  # u8 [experts, N, K / 32]
 
     def get_dtype(self) -> str:
         return "F32"
@@ -65,16 +65,16 @@ class Mxfp4:
         return mxfp4_values(self.blocks[experts, rows], self.scales[experts, rows])[..., columns]
 
 
-def with_single_experts(keys: Mapping[str, Any], tensors: dict[str, Stored]) -> dict[str, Stored]:
+def with_single_experts(keys: Mapping[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors with those that stack experts replaced by one tensor per expert and projection, as most
     families have them. Raises ModelError for shapes that do not fit."""
     layout = LAYOUTS.get(keys.get("model_type") or "")
     return layout(tensors) if layout else tensors
 
 
-def _granite(tensors: dict[str, Stored]) -> dict[str, Stored]:
+def _granite(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Read `input_linear` [E, 2 F, H], gates first, and `output_linear` [E, H, F]."""
-    made: dict[str, Stored] = {}
+    made: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
         block, _, end = name.rpartition(".block_sparse_moe.")
         if end in ("input_linear.weight", "output_linear.weight"):
@@ -85,9 +85,9 @@ def _granite(tensors: dict[str, Stored]) -> dict[str, Stored]:
     return made
 
 
-def _gates_first(tensors: dict[str, Stored], is_transposed: bool = False) -> dict[str, Stored]:
+def _gates_first(tensors: dict[str, StoredTensor], is_transposed: bool = False) -> dict[str, StoredTensor]:
     """Read `gate_up_proj` [E, 2 F, H], gates first, and `down_proj` [E, H, F], or both transposed."""
-    made: dict[str, Stored] = {}
+    made: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
         block, _, end = name.rpartition(".experts.")
         if end in ("gate_up_proj", "down_proj"):
@@ -98,9 +98,9 @@ def _gates_first(tensors: dict[str, Stored], is_transposed: bool = False) -> dic
     return made
 
 
-def _gpt_oss(tensors: dict[str, Stored]) -> dict[str, Stored]:
+def _gpt_oss(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Read `gate_up_proj` [E, H, 2 F], gates and `up` by turns, and `down_proj` [E, F, H], or both as MXFP4."""
-    made: dict[str, Stored] = {}
+    made: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
         block, _, end = name.rpartition(".experts.")
         kind, _, suffix = end.removesuffix("_proj").rpartition("_proj_")
@@ -121,11 +121,11 @@ def _gpt_oss(tensors: dict[str, Stored]) -> dict[str, Stored]:
     return made
 
 
-def _ernie(tensors: dict[str, Stored]) -> dict[str, Stored]:
+def _ernie(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Read the bias [1, E] of the choice of experts as [E]."""
     end = "moe_statics.e_score_correction_bias"
     return {
-        name: OfExpert(stored, 0, (0, stored.get_shape()[1], 1))
+        name: ExpertSlice(stored, 0, (0, stored.get_shape()[1], 1))
         if name.endswith(end) and len(stored.get_shape()) == 2  # noqa: PLR2004 - [1, E]
         else stored
         for name, stored in tensors.items()
@@ -134,13 +134,13 @@ def _ernie(tensors: dict[str, Stored]) -> dict[str, Stored]:
 
 def _unstacked(  # noqa: PLR0913 - describes one tensor
     block: str,
-    stored: Stored,
+    stored: StoredTensor,
     projections: tuple[str, ...],
     end: str,
     *,
     is_interleaved: bool = False,
     is_transposed: bool = False,
-) -> Iterator[tuple[str, Stored]]:
+) -> Iterator[tuple[str, StoredTensor]]:
     num_experts, *shape = stored.get_shape()
     num_rows, rest = divmod(shape[-1] if is_transposed else shape[0], len(projections))
     if rest:
@@ -148,10 +148,10 @@ def _unstacked(  # noqa: PLR0913 - describes one tensor
     for expert in range(num_experts):
         for index, projection in enumerate(projections):
             rows = (index, num_rows, len(projections)) if is_interleaved else (index * num_rows, num_rows, 1)
-            yield f"{block}.experts.{expert}.{projection}.{end}", OfExpert(stored, expert, rows, is_transposed)
+            yield f"{block}.experts.{expert}.{projection}.{end}", ExpertSlice(stored, expert, rows, is_transposed)
 
 
-LAYOUTS: dict[str, Callable[[dict[str, Stored]], dict[str, Stored]]] = {
+LAYOUTS: dict[str, Callable[[dict[str, StoredTensor]], dict[str, StoredTensor]]] = {
     "granitemoe": _granite,
     "gpt_oss": _gpt_oss,
     "ernie4_5_moe": _ernie,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.models.keys import an_object
-from engine.models.stored import Stored, slices
+from engine.models.stored_tensors import StoredTensor, slices
 
 # Values of model_type; checkpoints of the second ones may have no tower, or one that config.json does not describe
 READS_IMAGES = ("paddleocr_vl", "qwen2_5_vl")
@@ -31,7 +31,7 @@ PATCH_EMBEDDINGS = ("patch_embedding.weight", "patch_embed.proj.weight")
 class Flattened:
     """The weight of a convolution over single patches as the matrix of a linear layer."""
 
-    stored: Stored
+    stored: StoredTensor
 
     def get_dtype(self) -> str:
         return self.stored.get_dtype()
@@ -45,7 +45,9 @@ class Flattened:
         return np.asarray(self.stored[rows]).reshape(rows.stop - rows.start, -1)[:, columns]
 
 
-def with_tower(keys: Mapping[str, Any], tensors: dict[str, Stored]) -> tuple[dict[str, Any], dict[str, Stored]]:
+def with_tower(
+    keys: Mapping[str, Any], tensors: dict[str, StoredTensor]
+) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return config.json with the keys of the language model at the top, and the tensors by the names of the
     networks. Those of models that read no images are returned as they are. A tower that config.json does not describe
     is left out, and so is the description of a tower without tensors, if the language model can do without."""
@@ -58,7 +60,7 @@ def with_tower(keys: Mapping[str, Any], tensors: dict[str, Stored]) -> tuple[dic
     if model_type in MAY_READ_IMAGES and not ("vision_config" in keys and any(map(_is_of_tower, named))):
         outer.pop("vision_config", None)
         unused = (TOWER,)
-    kept: dict[str, Stored] = {
+    kept: dict[str, StoredTensor] = {
         name: Flattened(tensor) if name.endswith(PATCH_EMBEDDINGS) else tensor
         for name, tensor in named.items()
         if not name.startswith(unused)

@@ -25,12 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engine.errors import SetupError
 from engine.file_lock import file_lock
-from engine.log import Report
 from engine.ops import generated, instruction_sets
 from engine.ops.instruction_sets import COMPILER_FLAGS, wanted_isa
 
@@ -47,6 +47,7 @@ UNUSED_AFTER_S = 30 * 24 * 3600
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
 FLAGS += ["-fno-math-errno", "-Wall", "-Wextra"]  # errors in the tests: a newer compiler may know new ones
 
+Report = Callable[[str], None]
 
 log = logging.getLogger(__name__)
 

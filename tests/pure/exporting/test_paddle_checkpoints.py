@@ -15,8 +15,8 @@ from engine.exporting.export import ExportOptions, export
 from engine.graph import load
 from engine.models.keys import ModelError
 from engine.models.mtp import MTP_GRAPH
-from engine.models.paddle_checkpoint import Turned
-from engine.models.stored import Joined
+from engine.models.paddle_checkpoint import TransposedTensor
+from engine.models.stored_tensors import ConcatenatedTensor
 from tests.checkpoints import make_checkpoint
 from tests.family_checkpoints import make_checkpoint as make_family
 from tests.mtp_checkpoints import make_mtp_checkpoint
@@ -139,7 +139,7 @@ def test_other_quantizations_of_fastdeploy_are_refused(quantized, config, left_o
 
 def test_any_part_of_a_turned_matrix_is_read():
     matrix = np.arange(60).reshape(5, 12)
-    turned = Turned(Joined((matrix.astype(np.float32),)), ((0, 2), (6, 8), (9, 12)))
+    turned = TransposedTensor(ConcatenatedTensor((matrix.astype(np.float32),)), ((0, 2), (6, 8), (9, 12)))
     whole = matrix[:, [0, 1, 6, 7, 9, 10, 11]].T
     assert turned.get_shape() == [7, 5]
     for start in range(8):

@@ -14,10 +14,10 @@ from engine.exporting.export import ExportOptions, export
 from engine.exporting.export_options import options_of
 from engine.exporting.manifest import Manifest
 from engine.graph import load
-from engine.models.coded import unpack
 from engine.models.formats import FORMATS
 from engine.models.keys import ModelError
 from engine.models.quantization import read_quantization, unused_settings
+from engine.models.quantized_tensors import unpack
 from engine.ops import cpu
 from engine.ops.reference import int4_values
 from engine.settings.config import Config

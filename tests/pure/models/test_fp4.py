@@ -10,7 +10,7 @@ from engine.graph import load
 from engine.models.fp4 import mxfp4_values, with_fp4
 from engine.models.keys import ModelError
 from engine.models.quantization import is_fp8
-from engine.models.stored import Joined
+from engine.models.stored_tensors import ConcatenatedTensor
 from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import compressed
 
@@ -94,8 +94,8 @@ def test_numbers_of_4_bit_floats_are_kept(checkpoints, tmp_path):
     ],
 )
 def test_other_scales_are_refused(scale, message):
-    tensors = {"a.weight_packed": Joined((np.zeros((160, 32), np.uint8),))}
-    tensors |= {} if scale is None else {"a.weight_scale": Joined((scale,))}
+    tensors = {"a.weight_packed": ConcatenatedTensor((np.zeros((160, 32), np.uint8),))}
+    tensors |= {} if scale is None else {"a.weight_scale": ConcatenatedTensor((scale,))}
     with pytest.raises(ModelError, match=message):
         with_fp4(tensors)
 

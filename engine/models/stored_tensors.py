@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 
 # Names of dtypes in numpy -> in safetensors
-NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8"}
+SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8"}
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """A tensor in a checkpoint's file. Indexing reads a part of it."""
 
     def get_dtype(self) -> str: ...  # in the spelling of safetensors
@@ -22,14 +22,14 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Joined:
+class ConcatenatedTensor:
     """Concatenation of arrays along an axis. The parts may be any objects with a shape, a dtype and slices."""
 
     parts: tuple[Any, ...]
     axis: int = 0
 
     def get_dtype(self) -> str:
-        return NAMES[self.parts[0].dtype.name]
+        return SAFETENSORS_DTYPES[self.parts[0].dtype.name]
 
     def get_shape(self) -> list[int]:
         shape = list(self.parts[0].shape)

@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.models.keys import ModelError
 from engine.models.quantize import Codes
-from engine.models.stored import Stored
+from engine.models.stored_tensors import StoredTensor
 
 KEY = "quantization_config"
 WIDER = "weight_only_int8"  # the format of codes that do not fit in groups of 4-bit codes
@@ -24,7 +24,7 @@ Tensors = Mapping[str, np.ndarray]  # the tensors of one layer, by the suffixes 
 
 
 @runtime_checkable
-class Coded(Protocol):
+class QuantizedMatrix(Protocol):
     """A matrix that the checkpoint stores quantized."""
 
     @property
@@ -82,7 +82,7 @@ class Quantization:
             re.match(target[3:], layer) if target.startswith("re:") else target == layer for target in self.targets
         )
 
-    def layer(self, tensor: str, tensors: Mapping[str, Stored]) -> CodedLayer | None:
+    def layer(self, tensor: str, tensors: Mapping[str, StoredTensor]) -> QuantizedLayer | None:
         """Return the quantized matrix whose plain weight would be `tensor`, or None if it is not quantized.
 
         Raises ModelError if some of its tensors are missing.
@@ -95,15 +95,15 @@ class Quantization:
             if f"{prefix}{end}" not in tensors:
                 raise ModelError(f"tensor {prefix}{end} is missing in the checkpoint")
         ends = (*self.ends, *(end for end in self.optional if f"{prefix}{end}" in tensors))
-        return CodedLayer(self, {f"{prefix}{end}": tensors[f"{prefix}{end}"] for end in ends}, prefix)
+        return QuantizedLayer(self, {f"{prefix}{end}": tensors[f"{prefix}{end}"] for end in ends}, prefix)
 
 
 @dataclass(frozen=True, eq=False)
-class CodedLayer:
+class QuantizedLayer:
     """A quantized matrix that is stored as several tensors of a layer."""
 
     method: Quantization
-    tensors: Mapping[str, Stored]  # by their names
+    tensors: Mapping[str, StoredTensor]  # by their names
     prefix: str  # of these names
 
     @property
