@@ -377,7 +377,7 @@ def test_the_warm_up_has_every_variant_of_attention_that_a_run_needs(models, dev
         )
         return Outputs(torch.zeros(count if inputs["logit_rows"] is None else len(inputs["logit_rows"]), 300), qkv)
 
-    monkeypatch.setattr(attention, "place_all", lambda qkv, *_: qkv)
+    monkeypatch.setattr(attention, "rotate_and_cache", lambda qkv, *_: qkv)
     monkeypatch.setattr(attention, "_attend", Noting(15, found))
     monkeypatch.setattr(attention, "combine", Noting(1, found))
     draft_graph._runs._program = program

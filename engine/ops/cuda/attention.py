@@ -22,9 +22,16 @@ from torch import Tensor
 from engine.ops.cuda import balanced_splits, prefill_attention
 from engine.ops.cuda.int8_cache import key_scales, numbers, scales_at, value_scales
 from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, shared_memory, wait_for_inputs
-from engine.ops.cuda.merging import combine, first_seen
 from engine.ops.cuda.prefill_attention import KnownStarts
-from engine.ops.cuda.rotate_and_cache import HeadNorm, opened, place_all, placed, request_of, sizes_of
+from engine.ops.cuda.rotate_and_cache import (
+    HeadNorm,
+    request_of,
+    rotate_and_cache,
+    rotated_queries,
+    sizes_of,
+    without_norm,
+)
+from engine.ops.cuda.split_kv import combine, first_seen
 
 LOG2_E = math.log2(math.e)
 MIN_ROWS = 16  # of a matrix product
@@ -86,7 +93,7 @@ def paged_attention(
     D], and the cache, which is updated in place. An int8 cache also holds scales (int8_cache.py).
     """
     known = query_starts if isinstance(query_starts, KnownStarts) else KnownStarts(query_starts)
-    where, heads, fresh = (known.starts, context_lens, block_tables), opened(qkv)[0], known.fresh
+    where, heads, fresh = (known.starts, context_lens, block_tables), without_norm(qkv)[0], known.fresh
     num_tokens, num_requests, pairs = len(heads), len(context_lens), None
     scoring = Scoring(scale, window, softcap, sinks)
     if num_tokens == num_requests and not fresh:
@@ -94,7 +101,7 @@ def paged_attention(
     if fresh and scoring.is_plain and prefill_attention.are_taken(heads.dtype, kv_cache):
         pairs = kv_cache.new_empty(2, num_kv_heads, num_tokens, kv_cache.shape[4])
         num_requests, num_tokens, *_ = fresh[0]
-    query = place_all(qkv, cos_sin, kv_cache, where, num_heads, pairs)
+    query = rotate_and_cache(qkv, cos_sin, kv_cache, where, num_heads, pairs)
     sizes = num_requests, num_heads, known.few
     outs = [_attend_all(query[:num_tokens], kv_cache, where, sizes, scoring)] if num_tokens else []
     if pairs is not None:
@@ -121,7 +128,7 @@ def _attend_all(
     that hardly any request exceeds. With `cos_sin`, `qkv` is the input of `paged_attention` with one token for each
     request; without, it holds rotated queries.
     """
-    query, norm, has_norm = opened(qkv)
+    query, norm, has_norm = without_norm(qkv)
     num_requests, num_heads, few = sizes
     block_tables, num_kv_heads = where[2], kv_cache.shape[2]
     block_size, head_dim = sizes_of(kv_cache)
@@ -223,7 +230,7 @@ def _attend(
         start = begins + split * each
         stop = tl.minimum(start + each, num_tiles)
         if ROTARY_DIM > 0:
-            q = placed(
+            q = rotated_queries(
                 query, cos_sin, q_weight, k_weight, epsilon, cache, block_tables + request * table_width,
                 request.to(tl.int64), context, is_row, (start < stop) & (stop == num_tiles),
                 HAS_NORM, NUM_KV_HEADS, GROUP, HEAD_DIM, PADDED_DIM, ROTARY_DIM, BLOCK_SIZE, ROWS,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops.cuda.launch import PDL, begin_next, kernel, new_indices, wait_for_inputs
-from engine.ops.cuda.merging import first_seen
+from engine.ops.cuda.split_kv import first_seen
 
 MAX_PIECES = 64  # of a request
 MAX_REQUESTS = 128  # with more of them, a long context is a small part of a step

@@ -20,9 +20,9 @@ from torch import Tensor
 from engine.ops.cuda.attention import LOG2_E, MAX_SPLITS, rows_of, tile_of_queries
 from engine.ops.cuda.int8_latents import group_numbers, num_groups, put_groups, row_bytes, turned_group_numbers
 from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, kernel, num_sms, shared_memory, wait_for_inputs
-from engine.ops.cuda.merging import combine, merged
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.rotate_and_cache import request_of
+from engine.ops.cuda.split_kv import combine, merge_unit
 
 MIN_ROWS, MAX_ROWS = 16, 64
 MARGIN = 8192  # bytes of shared memory
@@ -296,7 +296,7 @@ def _attend(
                     position, end, factor, LATENT, PADDED, ROPE, PADDED_ROPE, BLOCK_SIZE, TILE, ROWS,
                 )  # fmt: skip
                 if SPLITS == 1:
-                    all_m, all_total, all_sums = merged(all_m, all_total, all_sums, m, total, sums)
+                    all_m, all_total, all_sums = merge_unit(all_m, all_total, all_sums, m, total, sums)
                 else:
                     _store_part(out, row * num_parts + part, c, m, total, sums, is_row, LATENT)
             if SPLITS == 1:

@@ -39,7 +39,7 @@ def rotate_heads(qkv: Tensor, cos_sin: Tensor, *, num_heads: int, num_kv_heads: 
     return y
 
 
-def place_all(
+def rotate_and_cache(
     qkv: Tensor | HeadNorm,
     cos_sin: Tensor,
     kv_cache: Tensor,
@@ -50,11 +50,11 @@ def place_all(
     """Write rotated keys, and values, to the cache, and to `pairs` [2, Hkv, T, D] if given. Return the rotated queries
     [T, Hq D].
     """
-    heads, norm, has_norm = opened(qkv)
+    heads, norm, has_norm = without_norm(qkv)
     num_kv_heads, (block_size, head_dim) = kv_cache.shape[2], sizes_of(kv_cache)
     query = heads.new_empty(len(heads), num_heads * head_dim)
     grid = len(heads), triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
-    _place[grid](
+    _rotate_and_cache[grid](
         heads, cos_sin, kv_cache, *where, query, query if pairs is None else pairs, *norm,
         len(where[1]), where[2].shape[1],
         has_norm, pairs is not None, len(heads) == len(where[1]), num_heads, num_kv_heads, head_dim,
@@ -63,9 +63,9 @@ def place_all(
     return query
 
 
-def opened(qkv: Tensor | HeadNorm) -> tuple[Tensor, tuple[Tensor, Tensor, float], bool]:
-    """Return all heads, the arguments of `turned` for their norms (weights and epsilon), and whether there are
-    norms.
+def without_norm(qkv: Tensor | HeadNorm) -> tuple[Tensor, tuple[Tensor, Tensor, float], bool]:
+    """Return all heads, the arguments of `normed_and_rotated` for their norms (weights and epsilon), and whether there
+    are norms.
     """
     if isinstance(qkv, HeadNorm):
         return qkv.qkv, (qkv.q_weight, qkv.k_weight, qkv.epsilon), True
@@ -107,7 +107,7 @@ def _rotate(
     wait_for_inputs()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS
-    x = turned(
+    x = normed_and_rotated(
         qkv, cos_sin, qkv, qkv, 0.0, token, head, is_head,
         False, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def _rotate(
 
 
 @kernel
-def _place(
+def _rotate_and_cache(
     qkv, cos_sin, cache, query_starts, context_lens, block_tables, query, pairs, q_weight, k_weight, epsilon,
     num_requests, table_width,
     HAS_NORM: tl.constexpr, HAS_PAIRS: tl.constexpr, ONE_EACH: tl.constexpr, NUM_HEADS: tl.constexpr,
@@ -136,7 +136,7 @@ def _place(
     block = tl.load(block_tables + request * table_width + position // BLOCK_SIZE).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS
-    x = turned(
+    x = normed_and_rotated(
         qkv, cos_sin, q_weight, k_weight, epsilon, token.to(tl.int64), head, is_head,
         HAS_NORM, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
     )  # fmt: skip
@@ -152,7 +152,7 @@ def _place(
 
 
 @triton.jit
-def placed(
+def rotated_queries(
     qkv, cos_sin, q_weight, k_weight, epsilon, cache, table, token, position, is_row, is_last,
     HAS_NORM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
@@ -163,13 +163,13 @@ def placed(
     """
     heads: tl.constexpr = NUM_KV_HEADS * GROUP
     kv_head = tl.program_id(1)
-    q = turned(
+    q = normed_and_rotated(
         qkv, cos_sin, q_weight, k_weight, epsilon, token, kv_head * GROUP + tl.arange(0, ROWS), is_row,
         HAS_NORM, heads, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
     )  # fmt: skip
     if is_last:
         own, both = kv_head + tl.arange(0, 2) * NUM_KV_HEADS, tl.arange(0, 2) < 2
-        pair = turned(
+        pair = normed_and_rotated(
             qkv, cos_sin, q_weight, k_weight, epsilon, token, heads + own, both,
             HAS_NORM, heads, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, ROTARY_DIM,
         )  # fmt: skip
@@ -181,7 +181,7 @@ def placed(
 
 
 @triton.jit
-def turned(
+def normed_and_rotated(
     qkv, cos_sin, q_weight, k_weight, epsilon, token, head, is_head,
     HAS_NORM: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine.ops.cuda.attention import MAX_TILE, Scoring, begun, rows_of, tile_of, tile_of_queries
 from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
-from engine.ops.cuda.merging import first_seen, merge_all, merged
 from engine.ops.cuda.prefill_attention import KnownStarts
-from engine.ops.cuda.rotate_and_cache import HeadNorm, place_all, sizes_of
+from engine.ops.cuda.rotate_and_cache import HeadNorm, rotate_and_cache, sizes_of
+from engine.ops.cuda.split_kv import first_seen, merge_unit, merge_units
 
 UNIT = 256  # positions
 # Rows of a program's matrix products, positions, and how such a program runs. The order of sums is the same with two
@@ -50,7 +50,7 @@ def paged_attention(
     """
     starts = query_starts.starts if isinstance(query_starts, KnownStarts) else query_starts
     where, scoring = (starts, context_lens, block_tables), Scoring(scale, window, softcap, sinks)
-    query = place_all(qkv, cos_sin, kv_cache, where, num_heads)
+    query = rotate_and_cache(qkv, cos_sin, kv_cache, where, num_heads)
     out = torch.empty_like(query)
     num_tokens, num_requests, group = len(query), len(context_lens), num_heads // num_kv_heads
     one_each = num_tokens == num_requests
@@ -73,7 +73,7 @@ def paged_attention(
     )  # fmt: skip
     if splits > 1:
         grid = num_tokens, num_heads
-        merge_all[grid](
+        merge_units[grid](
             partial, context_lens, scoring.numbers(query)[2], out, num_heads, num_units,
             head_dim, padded_dim, UNIT, window, sinks is not None, num_warps=1, **PDL,
         )  # fmt: skip
@@ -150,7 +150,7 @@ def _attend(
                     NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True, WINDOW, HAS_CAP,
                 )  # fmt: skip
             if SPLITS == 1:
-                all_m, all_total, all_sums = merged(all_m, all_total, all_sums, m, total, sums)
+                all_m, all_total, all_sums = merge_unit(all_m, all_total, all_sums, m, total, sums)
             else:
                 at = (row * num_units_of_table + unit) * (HEAD_DIM + 2)
                 tl.store(out + at[:, None] + d[None, :], sums, mask=is_in)

@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.ops.cuda.attention import LOG2_E
 from engine.ops.cuda.invariant.attention import UNIT
 from engine.ops.cuda.launch import PDL
-from engine.ops.cuda.merging import merge_all
 from engine.ops.cuda.mla import FLOAT32, LatentStep, LatentTile, Launch, write_latents
+from engine.ops.cuda.split_kv import merge_units
 
 TILE = LatentTile(32, 64, 8, 2, 1)
 
@@ -35,7 +35,7 @@ def latent_attention(
     launch(partial, factors, log_scale_from, splits, num_parts=num_units, unit=UNIT, writes=False)
     if splits > 1:
         grid, lens = (len(out), num_heads), step.where[1]
-        merge_all[grid](
+        merge_units[grid](
             partial, lens, out, out, num_heads, num_units, width, padded, UNIT, 0, False, num_warps=4, **PDL
         )
     return out, step.kv_cache

@@ -40,7 +40,7 @@ def combine(
 
 
 @kernel
-def merge_all(
+def merge_units(
     partial, context_lens, sinks, out, num_heads, num_units_of_table,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -62,12 +62,12 @@ def merge_all(
         at = partial + (head * num_units_of_table + unit) * (HEAD_DIM + 2)
         sums = tl.load(at + d, mask=d < HEAD_DIM, other=0)
         m, total = tl.load(at + HEAD_DIM + one), tl.load(at + HEAD_DIM + 1 + one)
-        all_m, all_total, all_sums = merged(all_m, all_total, all_sums, m, total, sums)
+        all_m, all_total, all_sums = merge_unit(all_m, all_total, all_sums, m, total, sums)
     tl.store(out + head * HEAD_DIM + d, all_sums / all_total[:, None], mask=d < HEAD_DIM)
 
 
 @triton.jit
-def merged(all_m, all_total, all_sums, m, total, sums):
+def merge_unit(all_m, all_total, all_sums, m, total, sums):
     """Merge one more unit into the running results: for each row its largest score, and the total weight and the sums
     relative to it.
     """
