@@ -16,7 +16,7 @@ class InvalidApiKey(InvalidRequest):
     code = 401
 
 
-def owner_of(authorization: str, owners: Mapping[str, Owner]) -> Owner:
+def authenticate(authorization: str, owners: Mapping[str, Owner]) -> Owner:
     """Return the owner of the key in `authorization`, the value of the header.
 
     The comparison takes constant time. Raise InvalidApiKey.

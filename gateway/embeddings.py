@@ -15,16 +15,16 @@ from engine.errors import InvalidRequest
 from engine.wire import POOLINGS, Delta, Final, int_in, schema_of
 from gateway.openai import BASE, OpenAIProtocol
 from gateway.openai.prompts import sources_of
-from gateway.openai.request import A_NAME, model_of
-from gateway.openai.unsupported_fields import OF_VECTORS, check_spelling, refuse_any, refuse_false
+from gateway.openai.request import check_name, model_of
+from gateway.openai.unsupported_fields import UNSUPPORTED_POOLING_FIELDS, check_spelling, refuse_any, refuse_false
 from gateway.protocol import RequestContext
 
 MAX_INPUTS = 2048
-DIMENSIONS, FORMATS = int_in(1, 1 << 20), ("float", "base64")
+check_dimensions, ENCODINGS = int_in(1, 1 << 20), ("float", "base64")
 CHECKS = {name: wire.FIELDS[name].check for name in ("cache_salt", "priority", "timeout", "truncate_prompt_tokens")}
-A_BOOL, REQ_ID = (wire.FIELDS[name].check for name in ("stream", "req_id"))
-A_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
-IDS = schema_of(wire.FIELDS["input_ids"].check)
+check_bool, check_req_id = (wire.FIELDS[name].check for name in ("stream", "req_id"))
+TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
+IDS_SCHEMA = schema_of(wire.FIELDS["input_ids"].check)
 MEANINGS = {
     "input": "a text or a list of token ids, or a list of up to 2048 of either; taken as it stands",
     "model": "any is accepted, and named in the answer",
@@ -93,15 +93,18 @@ class EmbeddingsProtocol(OpenAIProtocol):
     paths: Collection[str] = ("/v1/embeddings", f"{BASE}/embeddings")
 
     def fields(self, path: str) -> dict[str, Any]:
-        lists = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_INPUTS} for each in (A_TEXT, IDS)]
+        lists = [
+            {"type": "array", "items": each, "minItems": 1, "maxItems": MAX_INPUTS}
+            for each in (TEXT_SCHEMA, IDS_SCHEMA)
+        ]
         schemas = {
-            "input": {"anyOf": [A_TEXT, IDS, *lists]},
-            "model": schema_of(A_NAME),
-            "dimensions": schema_of(DIMENSIONS),
-            "encoding_format": {"enum": [*FORMATS], "default": FORMATS[0]},
+            "input": {"anyOf": [TEXT_SCHEMA, IDS_SCHEMA, *lists]},
+            "model": schema_of(check_name),
+            "dimensions": schema_of(check_dimensions),
+            "encoding_format": {"enum": [*ENCODINGS], "default": ENCODINGS[0]},
             "pooling": {"enum": [*POOLINGS], "default": POOLINGS[0]},
-            **dict.fromkeys(("normalize", "use_activation"), schema_of(A_BOOL) | {"default": True}),
-            "request_id": schema_of(REQ_ID),
+            **dict.fromkeys(("normalize", "use_activation"), schema_of(check_bool) | {"default": True}),
+            "request_id": schema_of(check_req_id),
             **{name: schema_of(check) for name, check in CHECKS.items()},
         }
         meanings = {**wire.FIELD_DESCRIPTIONS, **MEANINGS}
@@ -115,15 +118,15 @@ class EmbeddingsProtocol(OpenAIProtocol):
 
     def parse(self, body: dict[str, Any], context: RequestContext) -> EmbeddingExchange:
         body = {key: value for key, value in body.items() if value is not None}
-        check_spelling(body, self.fields(context.path), [*OF_VECTORS])
-        refuse_any(body, OF_VECTORS)
+        check_spelling(body, self.fields(context.path), [*UNSUPPORTED_POOLING_FIELDS])
+        refuse_any(body, UNSUPPORTED_POOLING_FIELDS)
         refuse_false(body, ("add_special_tokens",))
         is_normalized = body.get("use_activation", body.get("normalize", True))
-        encoding = _one_of(FORMATS, "encoding_format", body)
+        encoding = _one_of(ENCODINGS, "encoding_format", body)
         sources = sources_of("input", body, MAX_INPUTS)
         options: dict[str, Any] = {"pooling": _one_of(POOLINGS, "pooling", body)}
         options |= {name: check(name, body[name]) for name, check in CHECKS.items() if name in body}
-        name = REQ_ID("request_id", body.get("request_id", f"embd-{uuid.uuid4().hex}"))
+        name = check_req_id("request_id", body.get("request_id", f"embd-{uuid.uuid4().hex}"))
         return EmbeddingExchange(
             requests=[{**each, **options, "req_id": f"{name[:240]}-{at}"} for at, each in enumerate(sources)],
             answer_id=name,
@@ -131,8 +134,8 @@ class EmbeddingsProtocol(OpenAIProtocol):
             timeout_s=options.get("timeout"),
             model=model_of(body, context.model_name),
             encoding=encoding,
-            dimensions=DIMENSIONS("dimensions", body["dimensions"]) if "dimensions" in body else None,
-            is_normalized=A_BOOL("use_activation" if "use_activation" in body else "normalize", is_normalized),
+            dimensions=check_dimensions("dimensions", body["dimensions"]) if "dimensions" in body else None,
+            is_normalized=check_bool("use_activation" if "use_activation" in body else "normalize", is_normalized),
         )
 
 

@@ -1,6 +1,4 @@
-"""Support for half-closed connections:
-
-HTTP allows a client to shut down its sending side and wait for the answer.
+"""Support for half-closed connections: HTTP allows a client to shut down its sending side and wait for the answer.
 
 A client that has disconnected looks the same until something is written to it. So the server sends `100 Continue`,
 which an HTTP/1.1 client must accept before the answer: if the client is gone the write fails, and its request is

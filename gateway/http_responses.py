@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 CONTEXT = web.RequestKey("context", RequestContext)
 REQUEST_TIMEOUT = web.AppKey("request_timeout", float)  # seconds
 SURELY_BUFFERED = 2**15  # bytes; smaller writes never wait for the client
-NOT_AGAIN = (DuplicateRequest, TimedOut)  # OpenAI's client must not retry these, because a retry fails as well
+NOT_RETRYABLE = (DuplicateRequest, TimedOut)  # OpenAI's client must not retry these, because a retry fails as well
 Answers = AsyncGenerator[tuple[int, Delta], None]  # (index of the request, answer)
 
 
@@ -106,7 +106,7 @@ def refusal(error: RequestError, request: web.Request) -> web.Response:
     headers = {}
     if isinstance(error, Overloaded) or error.code == 503:
         headers["Retry-After"] = str(error.retry_after_s or 1)
-    if isinstance(error, NOT_AGAIN):
+    if isinstance(error, NOT_RETRYABLE):
         headers["x-should-retry"] = "false"
     if error.code == 401:
         headers["WWW-Authenticate"] = "Bearer"

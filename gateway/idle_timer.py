@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 
 class IdleTimer:
-    """Calls `give_up` when a wait exceeds `limit_s` seconds.
-
-    The first wait start_wait at construction.
+    """Calls `give_up` when a wait exceeds `limit_s` seconds. The first wait begins at construction.
 
     There is one event-loop timer, which is checked when it fires, so that a wait costs only two assignments.
     """

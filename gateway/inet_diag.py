@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 CHECK_EVERY_S = 0.2
 MAX_SHARE = 0.1  # largest share of this process's time spent on checks
 Peer = tuple[bytes, int]  # address and port of a client
-NETLINK_SOCK_DIAG, ASK, IS_DUMP, END, ERROR = 4, 20, 0x301, 3, 2
-INFO, ESTABLISHED, INFO_BYTES_RECEIVED = 2, 1 << 1, 128
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, REQUEST_DUMP, NLMSG_DONE, NLMSG_ERROR = 4, 20, 0x301, 3, 2
+INET_DIAG_INFO, ESTABLISHED, INFO_BYTES_RECEIVED = 2, 1 << 1, 128
 HEADER, QUESTION, ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("=HH")
-OTHER_PORT, OTHER_ADDRESS, ATTRIBUTES = 6, 24, 72  # offsets in a message
-MAPPED = bytes(10) + b"\xff\xff"  # prefix of an IPv4 address mapped into IPv6
+PEER_PORT, PEER_ADDRESS, ATTRIBUTES = 6, 24, 72  # offsets in a message
+IPV4_MAPPED = bytes(10) + b"\xff\xff"  # prefix of an IPv4 address mapped into IPv6
 
 
 async def watch(ports: Sequence[int], look: Callable[[dict[Peer, int]], None], has_to: Callable[[], bool]) -> None:
@@ -42,13 +42,13 @@ def received_by(port: int) -> dict[Peer, int]:
     found: dict[Peer, int] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG) as sock:
         for family, num_bytes in ((socket.AF_INET, 4), (socket.AF_INET6, 16)):
-            question = QUESTION.pack(family, socket.IPPROTO_TCP, 1 << (INFO - 1), 0, ESTABLISHED)
+            question = QUESTION.pack(family, socket.IPPROTO_TCP, 1 << (INET_DIAG_INFO - 1), 0, ESTABLISHED)
             question += port.to_bytes(2, "big") + bytes(38) + b"\xff" * 8
-            sock.send(HEADER.pack(HEADER.size + len(question), ASK, IS_DUMP, 0, 0) + question)
+            sock.send(HEADER.pack(HEADER.size + len(question), SOCK_DIAG_BY_FAMILY, REQUEST_DUMP, 0, 0) + question)
             for message in _messages(sock):
                 if (received := _info(message)) is not None:
-                    other = int.from_bytes(message[OTHER_PORT : OTHER_PORT + 2], "big")
-                    found[_plain(message[OTHER_ADDRESS : OTHER_ADDRESS + num_bytes]), other] = received
+                    other = int.from_bytes(message[PEER_PORT : PEER_PORT + 2], "big")
+                    found[_plain(message[PEER_ADDRESS : PEER_ADDRESS + num_bytes]), other] = received
     return found
 
 
@@ -59,7 +59,7 @@ def a_peer(host: str, port: int) -> Peer:
 
 
 def _plain(address: bytes) -> bytes:
-    return address.removeprefix(MAPPED)
+    return address.removeprefix(IPV4_MAPPED)
 
 
 def _messages(sock: socket.socket) -> Iterator[bytes]:
@@ -67,9 +67,9 @@ def _messages(sock: socket.socket) -> Iterator[bytes]:
         data, at = sock.recv(1 << 17), 0
         while at < len(data):
             length, kind, *_ = HEADER.unpack_from(data, at)
-            if kind == END:
+            if kind == NLMSG_DONE:
                 return
-            if kind == ERROR:
+            if kind == NLMSG_ERROR:
                 raise OSError(-int.from_bytes(data[at + HEADER.size :][:4], sys.byteorder, signed=True), "inet_diag")
             yield data[at + HEADER.size : at + length]
             at += (length + 3) & ~3
@@ -79,7 +79,7 @@ def _info(message: bytes) -> int | None:
     at = ATTRIBUTES
     while at + ATTRIBUTE.size <= len(message):
         length, kind = ATTRIBUTE.unpack_from(message, at)
-        if kind == INFO:
+        if kind == INET_DIAG_INFO:
             return int.from_bytes(message[at + ATTRIBUTE.size + INFO_BYTES_RECEIVED :][:8], sys.byteorder)
         at += (length + 3) & ~3
     return None

@@ -49,7 +49,7 @@ def _check_key(request: web.Request) -> None:
         try:
             bare = request.headers.get("x-api-key")  # header of Anthropic's clients
             given = request.headers.get("Authorization", f"Bearer {bare}" if bare else "")
-            context.owner = api_keys.owner_of(given, owners)
+            context.owner = api_keys.authenticate(given, owners)
         except api_keys.InvalidApiKey:
             context.protocols = [OPENAI] if OPENAI in context.protocols else context.protocols
             raise

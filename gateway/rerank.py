@@ -18,24 +18,24 @@ import numpy as np
 from engine import wire
 from engine.errors import InvalidRequest
 from engine.wire import FIELD_DESCRIPTIONS, POOLINGS, SCORE, Delta, Final, int_in, schema_of, strip_links
+from gateway.embeddings import CHECKS
 from gateway.openai import OpenAIProtocol
-from gateway.openai.request import A_NAME, model_of
-from gateway.openai.unsupported_fields import OF_VECTORS, check_spelling, refuse_any, refuse_more
+from gateway.openai.request import check_name, model_of
+from gateway.openai.unsupported_fields import UNSUPPORTED_POOLING_FIELDS, check_spelling, refuse_any, refuse_more
 from gateway.protocol import RequestContext
 
 MAX_TEXTS = 2048
-CHECKS = {name: wire.FIELDS[name].check for name in ("cache_salt", "priority", "timeout", "truncate_prompt_tokens")}
-A_TEXT, A_BOOL, REQ_ID = (wire.FIELDS[name].check for name in ("text", "stream", "req_id"))
-AN_OBJECT = wire.FIELDS["chat_template_kwargs"].check
-TOP_N = int_in(0, 1 << 20)
+check_text, check_bool, check_req_id = (wire.FIELDS[name].check for name in ("text", "stream", "req_id"))
+check_object = wire.FIELDS["chat_template_kwargs"].check
+check_top_n = int_in(0, 1 << 20)
 REFUSED: dict[str, Collection[Any]] = {
     **dict.fromkeys(("max_tokens_per_doc", "max_tokens_per_query", "max_chunks_per_doc", "rank_fields"), ()),
-    **OF_VECTORS,
+    **UNSUPPORTED_POOLING_FIELDS,
 }
 # Names of these fields in newer versions of vLLM
-CALLED = {"text_1": ("queries", "data_1"), "text_2": ("documents", "items", "data_2")}
-TEXTS = {"type": "array", "items": schema_of(A_TEXT), "minItems": 1, "maxItems": MAX_TEXTS}
-DOCUMENT = {"anyOf": [schema_of(A_TEXT), {"type": "object", "properties": {"text": schema_of(A_TEXT)}}]}
+TEXT_ALIASES = {"text_1": ("queries", "data_1"), "text_2": ("documents", "items", "data_2")}
+TEXTS = {"type": "array", "items": schema_of(check_text), "minItems": 1, "maxItems": MAX_TEXTS}
+DOCUMENT = {"anyOf": [schema_of(check_text), {"type": "object", "properties": {"text": schema_of(check_text)}}]}
 Json = dict[str, Any]
 
 
@@ -119,22 +119,22 @@ class ScoreProtocol(OpenAIProtocol):
     paths: Collection[str] = ("/v1/score", "/score")
 
     def fields(self, path: str) -> Json:
-        one_or_more = {"anyOf": [schema_of(A_TEXT), TEXTS]}
+        one_or_more = {"anyOf": [schema_of(check_text), TEXTS]}
         texts = {
             "text_1": {**one_or_more, "description": "a text, or a list of them"},
             "text_2": {**one_or_more, "description": "to score each of these with `text_1`, or with that in its place"},
         }
-        others = {name: texts[own] for own, names in CALLED.items() for name in names}
+        others = {name: texts[own] for own, names in TEXT_ALIASES.items() for name in names}
         return {**texts, **others, **self._common()}
 
     def _common(self) -> Json:
         common = {
-            "model": {**schema_of(A_NAME), "description": "any is accepted, and named in the answer"},
-            "request_id": {**schema_of(REQ_ID), "description": "names the requests; random if not given"},
-            "instruction": {**schema_of(A_TEXT), "description": "for the chat template that writes a pair"},
-            "chat_template_kwargs": {**schema_of(AN_OBJECT), "description": "`instruction` and others"},
+            "model": {**schema_of(check_name), "description": "any is accepted, and named in the answer"},
+            "request_id": {**schema_of(check_req_id), "description": "names the requests; random if not given"},
+            "instruction": {**schema_of(check_text), "description": "for the chat template that writes a pair"},
+            "chat_template_kwargs": {**schema_of(check_object), "description": "`instruction` and others"},
             "use_activation": {
-                **schema_of(A_BOOL),
+                **schema_of(check_bool),
                 "description": "map the classifier's score to 0..1",
                 "default": True,
             },
@@ -151,10 +151,10 @@ class ScoreProtocol(OpenAIProtocol):
         return {"model": "default", "text_1": "Where is Paris?", "text_2": ["In France.", "At noon."]}
 
     def parse(self, body: Json, context: RequestContext) -> ScoreExchange:
-        names = [next((each for each in others if body.get(each)), own) for own, others in CALLED.items()]
-        return self._ranking(context, body, _paired(*(_texts(name, body) for name in names)))
+        names = [next((each for each in others if body.get(each)), own) for own, others in TEXT_ALIASES.items()]
+        return self._exchange(context, body, _paired(*(_texts(name, body) for name in names)))
 
-    def _ranking(
+    def _exchange(
         self, context: RequestContext, body: Json, pairs: Sequence[tuple[str, str]], **more: Any
     ) -> ScoreExchange:
         body = {key: value for key, value in body.items() if value is not None}
@@ -164,16 +164,16 @@ class ScoreProtocol(OpenAIProtocol):
             text = "`{field}`: the model tells {value} labels apart, a score is that of one"
             raise InvalidRequest(text, field="model", value=context.num_labels, limit=1)
         options = {name: check(name, body[name]) for name, check in CHECKS.items() if name in body}
-        variables = AN_OBJECT("chat_template_kwargs", body.get("chat_template_kwargs", {}))
+        variables = check_object("chat_template_kwargs", body.get("chat_template_kwargs", {}))
         if "instruction" in body:
-            variables = {"instruction": A_TEXT("instruction", body["instruction"]), **variables}
+            variables = {"instruction": check_text("instruction", body["instruction"]), **variables}
         if variables and not context.num_labels:
             text = "`{field}` needs a model with a head and a chat template that writes pairs"
             raise InvalidRequest(text, field="instruction" if "instruction" in body else "chat_template_kwargs")
         options |= {"chat_template_kwargs": variables} if variables else {}
-        name = REQ_ID("request_id", body.get("request_id", f"score-{uuid.uuid4().hex}"))
+        name = check_req_id("request_id", body.get("request_id", f"score-{uuid.uuid4().hex}"))
         model = model_of(body, context.model_name)
-        more["is_activated"] = A_BOOL("use_activation", body.get("use_activation", True))
+        more["is_activated"] = check_bool("use_activation", body.get("use_activation", True))
         return ScoreExchange(pairs, context.num_labels > 0, options, name, model=model, **more)
 
 
@@ -185,13 +185,13 @@ class RerankProtocol(ScoreProtocol):
 
     def fields(self, path: str) -> Json:
         own = {
-            "query": {**schema_of(A_TEXT), "description": "the text to compare the documents with"},
+            "query": {**schema_of(check_text), "description": "the text to compare the documents with"},
             "documents": {**TEXTS, "items": DOCUMENT, "description": "texts, or objects with a `text`"},
-            "top_n": {**schema_of(TOP_N), "description": "return only the best `top_n`; 0 or absent: all"},
+            "top_n": {**schema_of(check_top_n), "description": "return only the best `top_n`; 0 or absent: all"},
             "return_documents": {
-                **schema_of(A_BOOL),
+                **schema_of(check_bool),
                 "description": "include their texts in the response",
-                "default": _tells_documents(path),
+                "default": _returns_documents(path),
             },
         }
         return {**own, **self._common()}
@@ -207,16 +207,16 @@ class RerankProtocol(ScoreProtocol):
             raise InvalidRequest("`{field}` must be a text, it is {value}", field="query", value=wire.shown(query))
         documents = body.get("documents")
         if isinstance(documents, list):
-            strip_links = [each.get("text") if isinstance(each, dict) else each for each in documents]
-            body = {**body, "documents": strip_links}
-        pairs = [(A_TEXT("query", query), each) for each in _texts("documents", body)]
-        top_n = TOP_N("top_n", 0 if body.get("top_n") is None else body["top_n"]) or len(pairs)
+            texts = [each.get("text") if isinstance(each, dict) else each for each in documents]
+            body = {**body, "documents": texts}
+        pairs = [(check_text("query", query), each) for each in _texts("documents", body)]
+        top_n = check_top_n("top_n", 0 if body.get("top_n") is None else body["top_n"]) or len(pairs)
         given = body.get("return_documents")
-        with_documents = _tells_documents(context.path) if given is None else A_BOOL("return_documents", given)
-        return self._ranking(context, body, pairs, top_n=top_n, with_documents=with_documents)
+        with_documents = _returns_documents(context.path) if given is None else check_bool("return_documents", given)
+        return self._exchange(context, body, pairs, top_n=top_n, with_documents=with_documents)
 
 
-def _tells_documents(path: str) -> bool:
+def _returns_documents(path: str) -> bool:
     """Return True if the response contains the documents by default, as Jina's does and Cohere's does not."""
     return path != "/v2/rerank"
 
@@ -228,7 +228,7 @@ def _texts(name: str, body: Mapping[str, Any]) -> list[str]:
         text = "`{field}` must be a text or a list of texts, it is {value}"
         raise InvalidRequest(text, field=name, value=wire.shown(given))
     refuse_more(name, len(texts), MAX_TEXTS)
-    return [A_TEXT(name, each) for each in texts]
+    return [check_text(name, each) for each in texts]
 
 
 def _paired(ones: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:

@@ -133,14 +133,14 @@ ROUTES = {
     **{f"{prefix}/models": list_models for prefix in ("/v1", BASE)},
     **{f"{prefix}/models/{{model:.+}}": show_model for prefix in ("/v1", BASE)},
 }
-A_MODEL = _model_fields("default", None)
+MODEL_SAMPLE = _model_fields("default", None)
 SAMPLES: dict[str, Any] = {
     "/": _endpoints("default", {"/"}),
     "/version": {"version": __version__},
     "/status": _status("default", ModelState(ready=True)),
     "/openapi.json": {},
     "/load": _load(ModelState(ready=True)),
-    **{f"{prefix}/models": {"object": "list", "data": [A_MODEL]} for prefix in ("/v1", BASE)},
-    **{f"{prefix}/models/{{model}}": A_MODEL for prefix in ("/v1", BASE)},
+    **{f"{prefix}/models": {"object": "list", "data": [MODEL_SAMPLE]} for prefix in ("/v1", BASE)},
+    **{f"{prefix}/models/{{model}}": MODEL_SAMPLE for prefix in ("/v1", BASE)},
 }
 TEXTS = {"/metrics": metrics.CONTENT_TYPE.partition(";")[0], "/docs": "text/html", "/page/{file}": "*/*"}

@@ -108,10 +108,10 @@ def _question(response_id: str, action: str) -> dict[str, Any]:
     return {wire.STORED: {"id": response_id, "action": action}}
 
 
-ONE = f"{PATH}/{{response_id}}"
+RESPONSE_PATH = f"{PATH}/{{response_id}}"
 ROUTES = [
-    web.get(ONE, retrieve_response),
-    web.delete(ONE, delete_response),
-    web.post(f"{ONE}/cancel", cancel_response),
+    web.get(RESPONSE_PATH, retrieve_response),
+    web.delete(RESPONSE_PATH, delete_response),
+    web.post(f"{RESPONSE_PATH}/cancel", cancel_response),
 ]
-SAMPLES = dict.fromkeys((ONE, f"{ONE}/cancel"))  # None: the form of a response depends on its state
+SAMPLES = dict.fromkeys((RESPONSE_PATH, f"{RESPONSE_PATH}/cancel"))  # None: the form of a response depends on its state

@@ -14,14 +14,14 @@ from engine import wire
 from engine.errors import InvalidRequest, RequestError
 from gateway.json_encoder import dump
 from gateway.openai import OpenAIProtocol
-from gateway.openai.request import A_STRING, parse
+from gateway.openai.request import check_string, parse
 from gateway.openai.unsupported_fields import NAMES, check_spelling
 from gateway.protocol import RequestContext
 
 PATH = "/generate"
 MAX_TOKENS = 16  # vLLM's default
 # Their results have no place in the answer.
-NOT_ANSWERED = (
+UNSUPPORTED_FIELDS = (
     "logprobs",
     "prompt_logprobs",
     "return_token_ids",
@@ -70,7 +70,9 @@ class VllmGenerateProtocol(OpenAIProtocol):
     content_type = "application/x-ndjson"
 
     def fields(self, path: str) -> dict[str, Any]:
-        known = {name: each for name, each in super().fields("/v1/completions").items() if name not in NOT_ANSWERED}
+        known = {
+            name: each for name, each in super().fields("/v1/completions").items() if name not in UNSUPPORTED_FIELDS
+        }
         prompt = {"type": "string", "description": "the text to continue; it begins each text of the answer"}
         return {**known, "prompt": prompt, "max_tokens": {**known["max_tokens"], "default": MAX_TOKENS}}
 
@@ -83,13 +85,13 @@ class VllmGenerateProtocol(OpenAIProtocol):
     def parse(self, body: dict[str, Any], context: RequestContext) -> VllmExchange:
         check_spelling(body, self.fields(context.path), called=NAMES)
         given = {name: value for name, value in body.items() if value is not None}
-        for name in NOT_ANSWERED:
+        for name in UNSUPPORTED_FIELDS:
             if given.get(name, False) is not False:
                 text = "`{field}` is not supported, the answer has nothing but texts; use /v1/completions"
                 raise InvalidRequest(text, field=name)
         if "inputs" in body:  # as Text Generation Inference has it at this path
             raise InvalidRequest("`{field}` is unknown, the text to continue is `prompt`", field="inputs")
-        A_STRING("prompt", body.get("prompt"))
+        check_string("prompt", body.get("prompt"))
         asked = parse({"max_tokens": MAX_TOKENS, **given}, False, context.model_name)
         return VllmExchange(
             requests=asked.requests,

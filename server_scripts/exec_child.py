@@ -1,6 +1,4 @@
-"""Replaces itself with a command that dies with its parent:
-
-`python exec_child.py PARENT_PID COMMAND...`.
+"""Replaces itself with a command that dies with its parent: `python exec_child.py PARENT_PID COMMAND...`.
 
 This is a program instead of a function between fork and exec, which would be unsafe in a process with threads.
 """

@@ -1,6 +1,4 @@
-"""Replaces itself with a command whose files stay unreadable to other users:
-
-`python exec_private.py COMMAND...`.
+"""Replaces itself with a command whose files stay unreadable to other users: `python exec_private.py COMMAND...`.
 
 Tritonserver's shared memory contains prompts and answers, and the library that creates it sets the mode to 0644
 regardless of the umask. Changing the mode afterwards would be too late: a process that has opened the file by then can

@@ -1,6 +1,4 @@
-"""Check that this machine can run the server, before anything is downloaded:
-
-`python3 server_scripts/interpreter.py`.
+"""Check that this machine can run the server, before anything is downloaded: `python3 server_scripts/interpreter.py`.
 
 It uses only the standard library, and syntax that an old Python 3 accepts.
 """

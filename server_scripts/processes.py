@@ -95,7 +95,7 @@ def triton_spec(config: Config, environ: Mapping[str, str], run_dir: RunDir, log
     if not folder.is_dir():  # otherwise a tritonserver that was taken over is running in it
         triton.prepare(found, folder, triton.ROOT / "model_repository")
     watch_gpus = may_be_gpu(config)
-    command = [*PRIVATE, *triton.command(found, folder, config, run_dir.shm_prefix, watch_gpus)]
+    command = [*PRIVATE, *triton.command(found, config, run_dir.shm_prefix, watch_gpus)]
     env = triton.environment(found, folder, {**MEMORY_DEFAULTS, **environ}, watch_gpus)
     return ChildSpec(
         TRITONSERVER, command, env, log_path, cwd=folder, socket=config.triton_page, helper_program=triton.STUB

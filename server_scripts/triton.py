@@ -88,10 +88,8 @@ def _of_wheel() -> Tritonserver:
 
 
 def prepare(found: Tritonserver, folder: Path, repository: Path) -> None:
-    """Create the folder of links in which tritonserver runs:
-
-    `backends` with the stub, `lib` with this Python's library, and `models`.
-    """
+    """Create the folder of links in which tritonserver runs: `backends` with the stub, `lib` with this Python's
+    library, and `models`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     python_backend, lib = folder / "backends" / "python", folder / "lib"
@@ -129,8 +127,8 @@ def environment(found: Tritonserver, folder: Path, environ: dict[str, str], watc
     }
 
 
-def command(found: Tritonserver, folder: Path, config: Config, shm_prefix: str, watch_gpus: bool) -> list[str]:
-    """Return the command line of tritonserver, to be run in `folder`.
+def command(found: Tritonserver, config: Config, shm_prefix: str, watch_gpus: bool) -> list[str]:
+    """Return the command line of tritonserver, to be run in the folder that `prepare` has made.
 
     Paths are relative because the Python backend passes them to a shell unquoted.
     """

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from engine import wire
-from gateway.openai.request import PASSED_ON
+from gateway.openai.request import FORWARDED_FIELDS
 from gateway.openai.unsupported_fields import REFUSED
 
 # A run is the same each time; FUZZ=long is for who wants to search.
@@ -69,7 +69,11 @@ GOOD: dict[str, Any] = {
     **{"tools": [{"type": "function", "function": {"name": "f"}}], "stream": True},
     **{"input": "Hi", "max_tokens": 5},
 }
-NAMES = {key for name, field in wire.FIELDS.items() for key in (name, *field.aliases)} | {*PASSED_ON, *REFUSED, *GOOD}
+NAMES = {key for name, field in wire.FIELDS.items() for key in (name, *field.aliases)} | {
+    *FORWARDED_FIELDS,
+    *REFUSED,
+    *GOOD,
+}
 NAMES |= {"instructions", "max_output_tokens", "reasoning", "system", "stop_sequences", "thinking", "output_config"}
 NAMES |= {"max_completion_tokens", "stream_options", "best_of", "request_id", "echo", "top_logprobs"}
 NAMES |= {"tools", "tool_choice", "parallel_tool_calls", "structured_outputs", *wire.CONTROL_KEYS, wire.OWNER}

@@ -6,16 +6,16 @@ import functools
 from typing import Any
 
 from gateway.openai.fields import fields as fields_of_chat
-from gateway.openai.request import PASSED_ON
-from gateway.openai.unsupported_fields import OF_BLOCKS
+from gateway.openai.request import FORWARDED_FIELDS
+from gateway.openai.unsupported_fields import UNSUPPORTED_IN_BLOCKS
 
 Json = dict[str, Any]
 OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
-ELSEWHERE = {"stop", "response_format", "reasoning_max_tokens", "thinking_token_budget"}
+RENAMED_CHAT_FIELDS = {"stop", "response_format", "reasoning_max_tokens", "thinking_token_budget"}
 # As in a chat; OpenAI's own names for what Anthropic calls otherwise do not act here.
-AS_THERE = {"model", "stream", "max_tokens", "request_id", "timeout", "structured_outputs"}
-OF_CHAT = tuple({*PASSED_ON, *AS_THERE} - ELSEWHERE - {*OF_BLOCKS})
-OWN: dict[str, Json] = {
+SHARED_CHAT_FIELDS = {"model", "stream", "max_tokens", "request_id", "timeout", "structured_outputs"}
+CHAT_FIELDS = tuple({*FORWARDED_FIELDS, *SHARED_CHAT_FIELDS} - RENAMED_CHAT_FIELDS - {*UNSUPPORTED_IN_BLOCKS})
+OWN_FIELDS: dict[str, Json] = {
     "messages": {
         **OBJECTS,
         "minItems": 1,
@@ -44,4 +44,4 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 def fields() -> dict[str, Json]:
     """Return the fields by name."""
     of_chat = fields_of_chat(True)
-    return {**OWN, **{name: of_chat[name] for name in of_chat if name in OF_CHAT}}
+    return {**OWN_FIELDS, **{name: of_chat[name] for name in of_chat if name in CHAT_FIELDS}}

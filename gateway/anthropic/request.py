@@ -11,15 +11,22 @@ from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest
-from gateway.anthropic.fields import OF_CHAT, REFUSED
+from gateway.anthropic.fields import CHAT_FIELDS, REFUSED
 from gateway.openai.output_syntax import OutputSyntax
-from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, AT_LEAST_1, CompletionRequest, chat_source
+from gateway.openai.request import (
+    CompletionRequest,
+    chat_source,
+    check_bool,
+    check_object,
+    check_positive,
+    check_string,
+)
 from gateway.openai.request import parse as parse_chat
-from gateway.openai.unsupported_fields import OF_BLOCKS, check_parts, refuse, refuse_any
+from gateway.openai.unsupported_fields import UNSUPPORTED_IN_BLOCKS, check_parts, refuse, refuse_any
 
 Json = dict[str, Any]
 # Of the chat's fields, those with another name here
-CALLED = {
+CLIENT_NAMES = {
     **{"stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config"},
     **dict.fromkeys(("reasoning_max_tokens", "thinking_token_budget"), "thinking"),
     "max_completion_tokens": "max_tokens",
@@ -33,17 +40,17 @@ def parse(body: Json, model_name: str, syntax: OutputSyntax) -> CompletionReques
     """Return the validated request. Raise InvalidRequest, by the chat's names of the fields."""
     body = {name: value for name, value in body.items() if value is not None}
     refuse(body, is_chat=True)
-    refuse_any(body, {**OF_BLOCKS, **REFUSED})
+    refuse_any(body, {**UNSUPPORTED_IN_BLOCKS, **REFUSED})
     if "max_tokens" not in body:
         raise InvalidRequest("`{field}` is missing", field="max_tokens")
-    AT_LEAST_1("max_tokens", body["max_tokens"])
-    chat = {**chat_of(body), **{name: body[name] for name in OF_CHAT if name in body}}
+    check_positive("max_tokens", body["max_tokens"])
+    chat = {**chat_of(body), **{name: body[name] for name in CHAT_FIELDS if name in body}}
     chat.setdefault("request_id", f"msg_{uuid.uuid4().hex}")
     chat["chat_template_kwargs"] = _thinking(body, syntax, chat)
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     if "tool_choice" in body:
-        chat |= _choice(AN_OBJECT("tool_choice", body["tool_choice"]), chat.get("tools", []))
+        chat |= _choice(check_object("tool_choice", body["tool_choice"]), chat.get("tools", []))
     form_name, of_output = _output(body)
     completion = parse_chat({**chat, **of_output}, True, model_name, syntax)
     return replace(completion, names={**completion.names, "response_format": form_name})
@@ -96,8 +103,8 @@ def _turn(turn: Json, place: str) -> list[Json]:
             content_of_result = _parts(block.get("content") or "", place_of_block)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content_of_result})
         elif kind == "tool_use":
-            arguments = wire.within("messages", "[].content[].input", AN_OBJECT, block.get("input"))
-            name = wire.within("messages", "[].content[].name", A_STRING, block.get("name"))
+            arguments = wire.within("messages", "[].content[].input", check_object, block.get("input"))
+            name = wire.within("messages", "[].content[].name", check_string, block.get("name"))
             function = {"name": name, "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
@@ -111,7 +118,7 @@ def _turn(turn: Json, place: str) -> list[Json]:
 def _parts(content: Any, place: str) -> Any:
     """Return the content of a tool result as that of a chat message."""
     if not isinstance(content, list):
-        return A_STRING("messages", content)
+        return check_string("messages", content)
     return [_part(each, f"{place}.content[{at}]") for at, each in enumerate(wire.objects("messages", content))]
 
 
@@ -133,7 +140,7 @@ def _part(block: Json, place: str) -> Json:
 
 def _texts(name: str, content: Any) -> Any:
     if not isinstance(content, list):
-        return A_STRING(name, content)
+        return check_string(name, content)
     return [_text(name, each) for each in wire.objects(name, content)]
 
 
@@ -142,15 +149,15 @@ def _text(name: str, block: Json) -> Json:
         text = "`{field}` may hold blocks of text, images, thinking and tools only, {value} is none"
         raise InvalidRequest(text, field=name, value=wire.shown(block))
     place = "[].content[].text" if name == "messages" else "[].text"
-    return {"type": "text", "text": wire.within(name, place, A_STRING, block.get("text"))}
+    return {"type": "text", "text": wire.within(name, place, check_string, block.get("text"))}
 
 
 def _tool(tool: Json) -> Json:
     if tool.get("type", "custom") not in ("custom", None):
         text = "`{field}` may have the type `custom` only, {value} has another"
         raise InvalidRequest(text, field="tools", value=wire.shown(tool))
-    name = wire.within("tools", "[].name", A_STRING, tool.get("name"))
-    schema = wire.within("tools", "[].input_schema", AN_OBJECT, tool.get("input_schema") or {})
+    name = wire.within("tools", "[].name", check_string, tool.get("name"))
+    schema = wire.within("tools", "[].input_schema", check_object, tool.get("input_schema") or {})
     function = {"name": name, "parameters": schema}
     function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": function}
@@ -169,7 +176,7 @@ def _choice(choice: Json, tools: list[Json]) -> Json:
         text = "`{field}` must have a `type` of {limit}, it is {value}"
         raise InvalidRequest(text, field="tool_choice", value=wire.shown(kind), limit=[*CHOICES, "tool"])
     is_one = choice.get("disable_parallel_tool_use") or False
-    is_one = wire.within("tool_choice", ".disable_parallel_tool_use", A_BOOL, is_one)
+    is_one = wire.within("tool_choice", ".disable_parallel_tool_use", check_bool, is_one)
     return {"tool_choice": wanted, "parallel_tool_calls": not is_one}
 
 
@@ -178,14 +185,14 @@ def _thinking(body: Json, syntax: OutputSyntax, chat: Json) -> Json:
 
     Reasoning is returned only to clients that ask for it; otherwise it is turned off if the template supports that.
     """
-    thinking = AN_OBJECT("thinking", body.get("thinking", {}))
+    thinking = check_object("thinking", body.get("thinking", {}))
     kind = thinking.get("type", "disabled")
     if kind not in KINDS:
         text = "`{field}` must have a `type` of {limit}, it is {value}"
         raise InvalidRequest(text, field="thinking", value=wire.shown(kind), limit=[*KINDS])
-    variables = dict(AN_OBJECT("chat_template_kwargs", body.get("chat_template_kwargs", {})))
+    variables = dict(check_object("chat_template_kwargs", body.get("chat_template_kwargs", {})))
     if (budget := thinking.get("budget_tokens")) is not None:
-        wire.within("thinking", ".budget_tokens", AT_LEAST_1, budget)
+        wire.within("thinking", ".budget_tokens", check_positive, budget)
     if kind == "enabled" and syntax.reasoning != "never":
         chat["reasoning_max_tokens"] = budget
     if kind == "disabled":
@@ -197,8 +204,8 @@ def _thinking(body: Json, syntax: OutputSyntax, chat: Json) -> Json:
 
 def _output(body: Json) -> tuple[str, Json]:
     """Return the field that holds the output format, and the chat's fields for the format and the effort."""
-    config = AN_OBJECT("output_config", body.get("output_config", {}))
-    check_parts("output_config", config, {"format": AN_OBJECT, "effort": A_STRING})
+    config = check_object("output_config", body.get("output_config", {}))
+    check_parts("output_config", config, {"format": check_object, "effort": check_string})
     fields: Json = {}
     if config.get("effort") is not None:
         fields["reasoning_effort"] = config["effort"]
@@ -206,7 +213,7 @@ def _output(body: Json) -> tuple[str, Json]:
     if output_format is None:
         name, place, output_format = "output_format", "", body.get("output_format")
     if output_format is not None:
-        if wire.within(name, place, AN_OBJECT, output_format).get("type") != "json_schema":
+        if wire.within(name, place, check_object, output_format).get("type") != "json_schema":
             text = f"`{{field}}{place}` may have the type `json_schema` only, it is {{value}}"
             raise InvalidRequest(text, field=name, value=wire.shown(output_format))
         check = wire.lenient_json_schema if output_format.get("strict") is False else wire.json_schema

@@ -98,7 +98,7 @@ class IncompleteMessageLimiter:
     @contextlib.contextmanager
     def incoming(self, context: Any) -> Iterator[IncomingMessages]:
         """Yield the messages of a call and account for them."""
-        connection = self._connections.setdefault(peer_of(context.peer()), _ClientConnection())
+        connection = self._connections.setdefault(grpc_peer(context.peer()), _ClientConnection())
         connection.num_known += MESSAGE_EXTRA
         incoming = IncomingMessages(context, connection)
         connection.open.add(incoming)
@@ -125,7 +125,7 @@ class IncompleteMessageLimiter:
             total -= each.num_held
 
 
-def peer_of(text: str) -> Peer:
+def grpc_peer(text: str) -> Peer:
     """Return the key of a client that gRPC names `ipv4:127.0.0.1:40000` or `ipv6:%5B::1%5D:40000`."""
     host, _, port = unquote(text.partition(":")[2]).rpartition(":")
     return a_peer(host.strip("[]"), int(port))

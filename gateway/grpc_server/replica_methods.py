@@ -16,7 +16,7 @@ import msgspec
 from engine import wire
 from engine.errors import EngineUnavailable, RequestError
 from gateway.grpc_server.message_limits import IncomingMessages
-from gateway.grpc_server.request import InvalidInferRequest, parse, payload_of
+from gateway.grpc_server.request import InvalidInferRequest, checked_payload, parse
 from gateway.replicas.connections import INFER, POLL, TOKEN
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.replicas.served import read_poll, write
@@ -50,7 +50,7 @@ class ReplicaMethods:
         message = await incoming.next(MESSAGE_TIMEOUT_S) or b""
         incoming.is_in_use = True
         with contextlib.suppress(InvalidInferRequest, RequestError):  # the model refuses it
-            self._replicas.served.note(wire.only_object(payload_of(parse(message))))
+            self._replicas.served.note(wire.only_object(checked_payload(parse(message))))
         try:
             with self._connections.infer(message) as inference:
                 async for response in inference.responses():

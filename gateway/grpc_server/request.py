@@ -29,7 +29,7 @@ PARAMETERS = {
     "timeout": "int64_param",
 }
 SEQUENCE_ID = "string_param"  # a sequence id may also be a string
-OF_MODEL = f"for model '{MODEL}'"
+FOR_MODEL = f"for model '{MODEL}'"
 
 
 class InvalidInferRequest(Exception):
@@ -44,17 +44,17 @@ def parse(message: bytes) -> service_pb2.ModelInferRequest:
         raise InvalidInferRequest("the message is no ModelInferRequest") from None
 
 
-def payload_of(request: service_pb2.ModelInferRequest) -> bytes:
+def checked_payload(request: service_pb2.ModelInferRequest) -> bytes:
     """Return the text in the request's tensor. Raise InvalidInferRequest if anything else in it is not as expected."""
     if len(request.id) > MAX_ID_LEN:
         raise InvalidInferRequest(f"the request id has {len(request.id)} characters, the limit is {MAX_ID_LEN}")
     check_model(request.model_name, request.model_version)
     _check_parameters(request.parameters, PARAMETERS, "the request")
     if len(request.inputs) != 1:
-        raise InvalidInferRequest(f"expected 1 inputs but got {len(request.inputs)} inputs {OF_MODEL}")
+        raise InvalidInferRequest(f"expected 1 inputs but got {len(request.inputs)} inputs {FOR_MODEL}")
     for output in request.outputs:
         if output.name != OUTPUT:
-            raise InvalidInferRequest(f"unexpected inference output {_named(output.name)} {OF_MODEL}")
+            raise InvalidInferRequest(f"unexpected inference output {_named(output.name)} {FOR_MODEL}")
         _check_parameters(output.parameters, {}, f"output '{OUTPUT}'")
     return _text(request.inputs[0], request.raw_input_contents)
 
@@ -77,7 +77,7 @@ def check_model(name: str, version: str) -> None:
 
 def _text(tensor: Any, raw: Any) -> bytes:
     if tensor.name != INPUT:
-        raise InvalidInferRequest(f"unexpected inference input {_named(tensor.name)} {OF_MODEL}")
+        raise InvalidInferRequest(f"unexpected inference input {_named(tensor.name)} {FOR_MODEL}")
     what = f"input '{INPUT}'"
     _check_parameters(tensor.parameters, {}, what)
     if tensor.datatype != DATATYPE:
@@ -85,18 +85,18 @@ def _text(tensor: Any, raw: Any) -> bytes:
         raise InvalidInferRequest(f"inference {what} data-type is {given}, but model '{MODEL}' expects '{DATATYPE}'")
     if list(tensor.shape[:2]) != [1]:
         given = f"{list(tensor.shape[:8])}{'...' * (len(tensor.shape) > 8)}"
-        raise InvalidInferRequest(f"unexpected shape for {what} {OF_MODEL}. Expected [1], got {given}.")
+        raise InvalidInferRequest(f"unexpected shape for {what} {FOR_MODEL}. Expected [1], got {given}.")
     if not tensor.HasField("contents"):
         if len(raw) != 1:
-            raise InvalidInferRequest(f"expected data of 1 tensor in raw_input_contents {OF_MODEL}, got {len(raw)}")
+            raise InvalidInferRequest(f"expected data of 1 tensor in raw_input_contents {FOR_MODEL}, got {len(raw)}")
         return _element(raw[0], what)
     if raw:
         raise InvalidInferRequest(
-            f"contents field must not be specified when using raw_input_contents for '{INPUT}' {OF_MODEL}"
+            f"contents field must not be specified when using raw_input_contents for '{INPUT}' {FOR_MODEL}"
         )
     texts = tensor.contents.bytes_contents
     if len(texts) != 1:
-        raise InvalidInferRequest(f"expected 1 string in bytes_contents for {what} {OF_MODEL}, got {len(texts)}")
+        raise InvalidInferRequest(f"expected 1 string in bytes_contents for {what} {FOR_MODEL}, got {len(texts)}")
     return texts[0]
 
 
@@ -104,12 +104,12 @@ def _element(raw: bytes, what: str) -> bytes:
     num_bytes = len(raw) - LENGTH_BYTES
     if num_bytes < 0:
         raise InvalidInferRequest(
-            f"incomplete string length indicator for inference {what} {OF_MODEL}, expecting {LENGTH_BYTES} bytes but "
+            f"incomplete string length indicator for inference {what} {FOR_MODEL}, expecting {LENGTH_BYTES} bytes but "
             f"only {len(raw)} bytes available"
         )
     if (length := int.from_bytes(raw[:LENGTH_BYTES], "little")) != num_bytes:
         raise InvalidInferRequest(
-            f"the data of inference {what} {OF_MODEL} must be one string: its length indicator says {length} bytes, "
+            f"the data of inference {what} {FOR_MODEL} must be one string: its length indicator says {length} bytes, "
             f"{num_bytes} bytes are available"
         )
     return raw[LENGTH_BYTES:]

@@ -11,7 +11,7 @@ from engine.errors import EngineUnavailable
 from engine.settings.served import ServedModel
 from engine.wire.triton import encode_string, read_response, write_body
 from gateway.backend import ModelLost, ModelUnreachable
-from gateway.grpc_server.request import payload_of, rewritten
+from gateway.grpc_server.request import checked_payload, rewritten
 from gateway.health import CachedHealthCheck
 from gateway.retry import ReceivedTokens, RetryPolicy
 from gateway.triton_connections import TritonConnections
@@ -60,4 +60,4 @@ def _is_unavailable(answer: wire.Answer) -> bool:
 
 def _rest(message: bytes, received_tokens: ReceivedTokens) -> bytes:
     request = service_pb2.ModelInferRequest.FromString(message)
-    return rewritten(request, write_body(received_tokens.rest(wire.only_object(payload_of(request)))))
+    return rewritten(request, write_body(received_tokens.rest(wire.only_object(checked_payload(request)))))

@@ -21,7 +21,7 @@ from engine.errors import EngineUnavailable
 from engine.settings.config import Config
 from engine.settings.served import ServedModel
 from engine.wire import Owner
-from gateway.api_keys import InvalidApiKey, owner_of
+from gateway.api_keys import InvalidApiKey, authenticate
 from gateway.body_memory import BodyMemoryBudget
 from gateway.grpc_server.message_limits import IncomingMessages, IncompleteMessageLimiter
 from gateway.grpc_server.replica_methods import ReplicaMethods
@@ -152,7 +152,7 @@ class GrpcServer(grpc.GenericRpcHandler):
             return Owner()
         given = next((value for name, value in metadata if name == "authorization"), "")
         with contextlib.suppress(InvalidApiKey):
-            return owner_of(given if isinstance(given, str) else "", self._owners)
+            return authenticate(given if isinstance(given, str) else "", self._owners)
         return None
 
     async def _infer(self, _: Any, context: Any) -> None:

@@ -22,7 +22,7 @@ from engine.wire.triton import DATATYPE, MODEL, OUTPUT, VERSION, encode_string
 from gateway.backend import Backend
 from gateway.body_memory import BodyMemoryBudget, BodyMemoryReservation
 from gateway.grpc_server.message_limits import IncomingMessages
-from gateway.grpc_server.request import MAX_ID_LEN, InvalidInferRequest, parse, payload_of, rewritten
+from gateway.grpc_server.request import MAX_ID_LEN, InvalidInferRequest, checked_payload, parse, rewritten
 from gateway.grpc_server.retry import RETRY_TIMEOUT_S, retrying_responses
 from gateway.health import CachedHealthCheck
 from gateway.idle_timer import IdleTimer
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 MAX_OPEN = 256  # running requests of one stream; further ones are read when some have finished
 CLIENT_TIMEOUT_S = 300.0  # a client that reads nothing for so long counts as disconnected
-QUESTIONS = {*wire.CONTROL_KEYS}  # keys of requests that only the own model answers
 STOPPING = "the server is stopping"
 
 
@@ -140,7 +139,7 @@ class InferStream:
 
     def _checked(self, request: service_pb2.ModelInferRequest) -> bytes:
         """Return the request that is sent to tritonserver instead of the client's."""
-        payload, limit = payload_of(request), self.shared.max_body_bytes
+        payload, limit = checked_payload(request), self.shared.max_body_bytes
         if len(payload) > limit:
             text = "The request has {value} bytes, at most MAX_BODY_BYTES({limit}) are taken"
             raise InvalidRequest(text, value=len(payload), limit=limit)
@@ -165,8 +164,8 @@ class InferStream:
         """Return the responses to a request: from a replica if there are others and it is one for the model."""
         shared = self.shared
         if shared.replicated:
-            body = wire.only_object(payload_of(parse(request)))
-            if not body.keys() & QUESTIONS:
+            body = wire.only_object(checked_payload(parse(request)))
+            if not body.keys() & wire.CONTROL_KEYS:
                 return _replicated(shared.replicated, name, body)
         return retrying_responses(shared.connections, shared.ready, shared.served, request)
 
@@ -179,7 +178,7 @@ class InferStream:
             await self._write(_failure(name, error))
 
     async def _write(self, message: bytes) -> None:
-        """Send a message. Wait until the client has reservation for it, so that no more is read than it accepts."""
+        """Send a message. Wait until the client has room for it, so that no more is read than it accepts."""
         async with self._writing:
             self._write_timer.start_wait()
             with contextlib.suppress(grpc.aio.InternalError):  # the client has disconnected

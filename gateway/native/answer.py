@@ -12,7 +12,7 @@ from engine.wire import Delta, Failure, TokenLogprob, Usage
 from gateway.json_encoder import dump
 
 # Fields of one response that the complete answer lacks
-OF_ONE_RESPONSE = ("token", "token_ids", "is_end", "send_idx", "usage", "logprobs")
+DELTA_FIELDS = ("token", "token_ids", "is_end", "send_idx", "usage", "logprobs")
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class NativeExchange:
 
     def _whole(self, last: Delta) -> dict[str, Any]:
         fields = last.fields()
-        whole = {key: value for key, value in fields.items() if key not in OF_ONE_RESPONSE}
+        whole = {key: value for key, value in fields.items() if key not in DELTA_FIELDS}
         whole["result"] = whole["tokens_all"]
         if self.return_usage:
             whole["usage"] = fields["usage"]

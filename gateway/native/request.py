@@ -12,12 +12,12 @@ from typing import Any
 from engine import wire
 from engine.errors import InvalidRequest
 from gateway.native.answer import NativeExchange
-from gateway.openai.request import CHECKS, OF_PROMPT, PASSED_ON
+from gateway.openai.request import CHECKS, FORWARDED_FIELDS, PROMPT_OUTPUT_FIELDS
 from gateway.protocol import RequestContext
 
-IN_BOTH = {
-    *PASSED_ON,
-    *OF_PROMPT,
+SHARED_FIELDS = {
+    *FORWARDED_FIELDS,
+    *PROMPT_OUTPUT_FIELDS,
     "text",
     "input_ids",
     "messages",
@@ -28,7 +28,7 @@ IN_BOTH = {
     "timeout",
     "model",
 }
-NATIVE_ONLY = frozenset(CHECKS) - IN_BOTH
+NATIVE_ONLY = frozenset(CHECKS) - SHARED_FIELDS
 
 
 def is_native(body: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from gateway.openai.fields import fields
 from gateway.openai.output_syntax import output_syntax_of
 from gateway.openai.request import parse
 from gateway.openai.resume import LAST_EVENT_ID, parse_resumed
-from gateway.openai.unsupported_fields import ELSEWHERE, NAMES, check_spelling
+from gateway.openai.unsupported_fields import NAMES, OTHER_API_NAMES, check_spelling
 from gateway.protocol import Exchange, RequestContext
 
 BASE = "/v1/chat/completions"  # the documented base URL of its client
@@ -43,7 +43,9 @@ class OpenAIProtocol:
 
     def parse(self, body: dict[str, Any], context: RequestContext) -> Exchange:
         known = self.fields(context.path)
-        check_spelling(body, known, called={**NAMES, **{name: own for name, own in ELSEWHERE.items() if own in known}})
+        check_spelling(
+            body, known, called={**NAMES, **{name: own for name, own in OTHER_API_NAMES.items() if own in known}}
+        )
         if LAST_EVENT_ID in context.headers:
             return parse_resumed(body, IS_CHAT[context.path], context)
         return OpenAIExchange(parse(body, IS_CHAT[context.path], context.model_name, output_syntax_of(context.config)))

@@ -97,7 +97,7 @@ TEMPLATE_MARKERS = {
     "llama3_json": '"parameters": ',
 }
 PLUGIN = ".py"  # suffix of plug-in files, which define FORMAT
-AROUND = {"ernie": ("<response>", "</response>")}  # text around the content, by REASONING_PARSER
+CONTENT_MARKERS = {"ernie": ("<response>", "</response>")}  # text around the content, by REASONING_PARSER
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def output_syntax_of(config: Config) -> OutputSyntax:
             (name for name, marker in TEMPLATE_MARKERS.items() if "tools" in template and marker in template), "none"
         )
     calls = _load_plugin(name) if name.endswith(PLUGIN) else FORMATS.get(name)
-    return OutputSyntax(calls, config.reasoning, AROUND.get(config.reasoning_parser, ("", "")))
+    return OutputSyntax(calls, config.reasoning, CONTENT_MARKERS.get(config.reasoning_parser, ("", "")))
 
 
 def _load_plugin(path: str) -> ToolCallFormat:

@@ -10,7 +10,7 @@ from engine.errors import InvalidRequest
 from engine.wire import FIELDS, PromptDetails, TokenLogprob, shown, within
 from gateway.openai.unsupported_fields import refuse_more
 
-A_TEXT, IDS, A_BOOL = (FIELDS[name].check for name in ("text", "input_ids", "stream"))
+check_text, check_ids, check_bool = (FIELDS[name].check for name in ("text", "input_ids", "stream"))
 Json = dict[str, Any]
 
 
@@ -68,8 +68,8 @@ def _source(name: str, given: Any) -> Json:
         text = "`{field}` must be a text or a list of token ids, it is {value}"
         raise InvalidRequest(text, field=name, value=shown(given))
     if isinstance(given, str):
-        return {"text": A_TEXT(name, given), "apply_chat_template": False}
-    return {"input_ids": IDS(name, given)}
+        return {"text": check_text(name, given), "apply_chat_template": False}
+    return {"input_ids": check_ids(name, given)}
 
 
 def read_prompts(body: Mapping[str, Any], sources: Sequence[Json], options: Json, is_chat: bool) -> Prompts:
@@ -77,7 +77,7 @@ def read_prompts(body: Mapping[str, Any], sources: Sequence[Json], options: Json
 
     The outputs that they need are added to `options`, the fields of the model's requests. Raise InvalidRequest.
     """
-    echo = not is_chat and A_BOOL("echo", body.get("echo", False))
+    echo = not is_chat and check_bool("echo", body.get("echo", False))
     num_logprobs = options.get("prompt_logprobs", -1)
     prompts = Prompts(
         echo=echo,

@@ -26,7 +26,7 @@ from gateway.openai.unsupported_fields import NAMES, check_parts, refuse
 MAX_CHOICES = 128  # largest number of prompts times n
 
 # OpenAI's fields and those that clients of vLLM and SGLang send
-PASSED_ON = (
+FORWARDED_FIELDS = (
     *(each.openai_name for each in PARAMETERS),
     *("seed", "stop", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
@@ -39,21 +39,21 @@ PASSED_ON = (
     *("best_of", "use_beam_search", "length_penalty", "truncate_prompt_tokens", "mm_processor_kwargs"),
 )
 UNSET = {"min_tokens": 0, "thinking_token_budget": -1}  # the same as not given
-OF_PROMPT = ("prompt_logprobs", "return_token_ids")  # forwarded as well; these add fields to the response
+PROMPT_OUTPUT_FIELDS = ("prompt_logprobs", "return_token_ids")  # forwarded as well; these add fields to the response
 # Of `structured_outputs`, as newer versions of vLLM's clients send it
 STRUCTURED = {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar")} | {
     "structural_tag": "structural_tag",
     "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
 }
-ALWAYS_SO = ("disable_fallback", "disable_additional_properties")
+IMPLIED_OPTIONS = ("disable_fallback", "disable_additional_properties")
 TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message", "enable_thinking")  # of a chat
 # Forwarded as given, because the checked values are no JSON
-AS_GIVEN = {"logit_bias", *STRUCTURED_OUTPUT_FIELDS}
+UNPARSED_FIELDS = {"logit_bias", *STRUCTURED_OUTPUT_FIELDS}
 CHECKS = {key: field.check for name, field in wire.FIELDS.items() for key in (name, *field.aliases)}
-A_BOOL, A_STRING, AN_OBJECT = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
-STREAM_OPTIONS = dict.fromkeys(("include_usage", "continuous_usage_stats"), A_BOOL)
-AT_LEAST_1, NUM_TOP = CHECKS["min_tokens"], int_in(0, MAX_LOGPROBS)
-A_NAME = CHECKS["cache_salt"]  # a short string, because every event repeats the model's name
+check_bool, check_string, check_object = CHECKS["stream"], CHECKS["system"], CHECKS["chat_template_kwargs"]
+STREAM_OPTIONS = dict.fromkeys(("include_usage", "continuous_usage_stats"), check_bool)
+check_positive, check_num_top = CHECKS["min_tokens"], int_in(0, MAX_LOGPROBS)
+check_name = CHECKS["cache_salt"]  # a short string, because every event repeats the model's name
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def parse(
     if timeout_s:
         options["timeout"] = timeout_s
     answer_id = _answer_id(body, is_chat, len(sources))
-    stream = _checked(body, "stream", A_BOOL, False)
-    stream_options = _checked(body, "stream_options", AN_OBJECT, {})
+    stream = _checked(body, "stream", check_bool, False)
+    stream_options = _checked(body, "stream_options", check_object, {})
     if stream_options and not stream:
         raise InvalidRequest("`{field}` needs `stream` to be true", field="stream_options", value=True)
     check_parts("stream_options", stream_options, STREAM_OPTIONS)
@@ -125,7 +125,7 @@ def parse(
         prompts=prompts,
         n=n,
         with_logprobs="logprobs" in options,
-        as_token_ids=_checked(body, "return_tokens_as_token_ids", A_BOOL, False),
+        as_token_ids=_checked(body, "return_tokens_as_token_ids", check_bool, False),
         stream=stream,
         include_usage=bool(stream_options.get("include_usage")),
         continuous_usage=bool(stream_options.get("continuous_usage_stats")),
@@ -133,7 +133,7 @@ def parse(
         names=_names(body, is_chat) | ({"guided_grammar": "tools"} if "guided_grammar" in of_tools else {}),
         tools=tools,
         syntax=replace(syntax, calls=tools.calls) if is_chat else NO_SYNTAX,
-        include_reasoning=_checked(body, "include_reasoning", A_BOOL, True),
+        include_reasoning=_checked(body, "include_reasoning", check_bool, True),
         unenforced=(*unenforced, *of_functions),
     )
 
@@ -151,11 +151,11 @@ def _names(body: dict[str, Any], is_chat: bool) -> dict[str, str]:
 
 def _spread(body: dict[str, Any]) -> None:
     """Copy the parts of `structured_outputs` into the equivalent fields of `body`."""
-    for given, value in _checked(body, "structured_outputs", AN_OBJECT, {}).items():
+    for given, value in _checked(body, "structured_outputs", check_object, {}).items():
         name = STRUCTURED.get(given, given)
         if given == "json_object":
             name, value = "response_format", {"type": "json_object"} if value else None
-        elif given in ALWAYS_SO:
+        elif given in IMPLIED_OPTIONS:
             continue
         elif given not in STRUCTURED and value is not None:
             text = "`{field}` has {value}, known are {limit}"
@@ -171,11 +171,11 @@ def _options(body: dict[str, Any], is_chat: bool) -> tuple[dict[str, Any], tuple
     they are, zeros too."""
     options: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}  # OpenAI's defaults, not the native ones
     unenforced: tuple[str, ...] = ()
-    for name in (*PASSED_ON, *OF_PROMPT):
+    for name in (*FORWARDED_FIELDS, *PROMPT_OUTPUT_FIELDS):
         if name in body and not (name in UNSET and body[name] == UNSET[name]):
             checked = _checked(body, name, CHECKS[name])
             if checked is not None:
-                options[name] = body[name] if name in AS_GIVEN else checked
+                options[name] = body[name] if name in UNPARSED_FIELDS else checked
             if isinstance(checked, wire.StructuredOutput):
                 unenforced += checked.unenforced
     for name in ("max_tokens", "max_completion_tokens"):  # the later one wins, as it does at OpenAI
@@ -191,23 +191,23 @@ def _options(body: dict[str, Any], is_chat: bool) -> tuple[dict[str, Any], tuple
 
 def _template_variables(body: dict[str, Any]) -> dict[str, Any]:
     """Return the variables of the chat template, some of which have their own request fields."""
-    variables = dict(_checked(body, "chat_template_kwargs", AN_OBJECT, {}))
+    variables = dict(_checked(body, "chat_template_kwargs", check_object, {}))
     for name in TEMPLATE_FLAGS:
         if name in body:
-            variables[name] = A_BOOL(name, body[name])
+            variables[name] = check_bool(name, body[name])
     if variables.get("add_generation_prompt") and variables.get("continue_final_message"):
         text = "`{field}` and `add_generation_prompt` cannot both be true"
         raise InvalidRequest(text, field="continue_final_message", value=True)
     if "reasoning_effort" in body:
-        effort = variables["reasoning_effort"] = _checked(body, "reasoning_effort", A_STRING)
+        effort = variables["reasoning_effort"] = _checked(body, "reasoning_effort", check_string)
         if effort == "none":
             variables.setdefault("enable_thinking", False)
     return variables
 
 
 def _chat_logprobs(body: dict[str, Any]) -> int | None:
-    wanted = _checked(body, "logprobs", A_BOOL, False)
-    num_top = _checked(body, "top_logprobs", NUM_TOP, 0)
+    wanted = _checked(body, "logprobs", check_bool, False)
+    num_top = _checked(body, "top_logprobs", check_num_top, 0)
     if num_top and not wanted:
         raise InvalidRequest("`{field}` needs `logprobs` to be true", field="top_logprobs", value=num_top)
     return num_top if wanted else None
@@ -216,7 +216,7 @@ def _chat_logprobs(body: dict[str, Any]) -> int | None:
 def _logprobs(body: dict[str, Any]) -> int | None:
     if body.get("logprobs", False) is False:
         return None
-    return _checked(body, "logprobs", NUM_TOP)
+    return _checked(body, "logprobs", check_num_top)
 
 
 def chat_source(body: dict[str, Any]) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _req_id(answer_id: str, index: int, num_prompts: int) -> str:
 
 def model_of(body: dict[str, Any], default: str) -> str:
     """Return the model's name for the response: the requested one, or `default`."""
-    return default if body.get("model") in (None, "") else A_NAME("model", body["model"])
+    return default if body.get("model") in (None, "") else check_name("model", body["model"])
 
 
 def _checked(body: dict[str, Any], name: str, check: Check, default: Any = None) -> Any:

@@ -18,10 +18,12 @@ MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # parallel calls in one forced answer
 # Arguments are written in one line with a space after `:` and `,`, as chat templates show them to the model.
 ONE_LINE = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-AS_FAR_AS_POSSIBLE = {**ONE_LINE, "lenient": True}  # keywords that cannot be enforced are ignored
+LENIENT = {**ONE_LINE, "lenient": True}  # keywords that cannot be enforced are ignored
 MODES = ("none", "auto", "required")
-OF_WORDS = "response_format"  # field for the format of text that is not a call
-AN_OBJECT, A_STRING, A_BOOL = (wire.FIELDS[name].check for name in ("chat_template_kwargs", "text", "stream"))
+RESPONSE_FORMAT = "response_format"  # field for the format of text that is not a call
+check_object, check_string, check_bool = (
+    wire.FIELDS[name].check for name in ("chat_template_kwargs", "text", "stream")
+)
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,19 @@ class Tools:
         if self.calls.has_special_token:
             fields["skip_special_tokens"] = options.get("skip_special_tokens", False)
         output_fields = [name for name in wire.STRUCTURED_OUTPUT_FIELDS if name in options]
-        if self.forced and output_fields not in ([], [OF_WORDS]):
+        if self.forced and output_fields not in ([], [RESPONSE_FORMAT]):
             raise InvalidRequest(
                 "`{field}` cannot be combined with a `tool_choice` that forces a call", field=output_fields[0]
             )
         if self.forced:
             fields["guided_grammar"], unenforced = self._grammar(self.calls, self.forced)
-        elif output_fields == [OF_WORDS] and self.calls.is_enforceable:
-            words = wire.STRUCTURED_OUTPUT_FIELDS[OF_WORDS](OF_WORDS, options[OF_WORDS])
+        elif output_fields == [RESPONSE_FORMAT] and self.calls.is_enforceable:
+            words = wire.STRUCTURED_OUTPUT_FIELDS[RESPONSE_FORMAT](RESPONSE_FORMAT, options[RESPONSE_FORMAT])
             if words and words.kind == "json":
                 functions = [tool["function"] for tool in self.tools]
                 fields["guided_grammar"], unenforced = self._grammar(self.calls, functions, words)
         if "guided_grammar" in fields and output_fields:
-            fields[OF_WORDS] = {"type": "text"}  # the grammar enforces it instead
+            fields[RESPONSE_FORMAT] = {"type": "text"}  # the grammar enforces it instead
         return fields, unenforced
 
     def _grammar(
@@ -81,12 +83,12 @@ class Tools:
             is_strict = function.get("strict") is True if words else function.get("strict") is not False
             arguments = _arguments(function, is_strict)
             unenforced += [f"{wire.shown(function['name'])}: {each}" for each in arguments.unenforced]
-            schema = _in_one_line(arguments.value, ONE_LINE if is_strict else AS_FAR_AS_POSSIBLE)
+            schema = _in_one_line(arguments.value, ONE_LINE if is_strict else LENIENT)
             ways = " | ".join(f"{before} {rule}_arguments {after}" for before, after in around)
             label = _label(f"function {wire.shown(function['name'])}")
             rules += [f"{rule}: {ways}", f"{rule}_arguments: %json {schema} {label}"]
         if words:
-            rules.append(f"words: %json {_in_one_line(words.value, ONE_LINE)} {_label(OF_WORDS)}")
+            rules.append(f"words: %json {_in_one_line(words.value, ONE_LINE)} {_label(RESPONSE_FORMAT)}")
         return "\n".join(rules), tuple(unenforced)
 
 
@@ -97,10 +99,10 @@ def read_tools(body: Mapping[str, Any], syntax: OutputSyntax) -> Tools:
         if body.get("tool_choice", "none") != "none":
             text = "`{field}` is {value}, which needs `tools`"
             raise InvalidRequest(text, field="tool_choice", value=wire.shown(body["tool_choice"]))
-        A_BOOL("parallel_tool_calls", body.get("parallel_tool_calls", True))
+        check_bool("parallel_tool_calls", body.get("parallel_tool_calls", True))
         return Tools()
     choice, tools = _allowed(body.get("tool_choice", "auto"), _checked_tools(given))
-    is_parallel = A_BOOL("parallel_tool_calls", body.get("parallel_tool_calls", True))
+    is_parallel = check_bool("parallel_tool_calls", body.get("parallel_tool_calls", True))
     if choice == "none":
         return Tools()
     forced = _forced(choice, [tool["function"] for tool in tools])
@@ -124,8 +126,8 @@ def _checked_tools(given: Any) -> list[dict[str, Any]]:
         if tool.get("type") != "function":
             text = "`{field}` may have the type `function` only, {value} has another"
             raise InvalidRequest(text, field="tools", value=wire.shown(tool))
-        function = wire.within("tools", "[].function", AN_OBJECT, tool.get("function"))
-        name = wire.within("tools", "[].function.name", A_STRING, function.get("name"))
+        function = wire.within("tools", "[].function", check_object, tool.get("function"))
+        name = wire.within("tools", "[].function.name", check_string, function.get("name"))
         _arguments(function, is_strict=False)
         if name in names:
             text = "`{field}` has more than one with the name {value}: the arguments of a call could not be assigned"
@@ -141,7 +143,7 @@ def _allowed(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[s
     """
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return choice, tools
-    allowed = AN_OBJECT("tool_choice", choice.get("allowed_tools"))
+    allowed = check_object("tool_choice", choice.get("allowed_tools"))
     mode, wanted = allowed.get("mode"), allowed.get("tools")
     names = [_name(each) for each in wanted] if isinstance(wanted, list) else []
     named = [tool for tool in tools if _name(tool) in names]

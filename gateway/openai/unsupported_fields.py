@@ -33,23 +33,23 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
 }
-OVERRIDING = {"enable_thinking", "chat_template_kwargs", "reasoning_max_tokens"}  # in FastDeploy's `metadata`
-ASKED_EMPTY = ("web_search_options",)  # fields whose empty object is a request as well
+REFUSED_METADATA = {"enable_thinking", "chat_template_kwargs", "reasoning_max_tokens"}  # in FastDeploy's `metadata`
+REFUSED_IF_EMPTY = ("web_search_options",)  # fields whose empty object is a request as well
 # The same for answers in content blocks
-OF_BLOCKS: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_IN_BLOCKS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "use_beam_search"), ()),
     **dict.fromkeys(("return_tokens_as_token_ids",), ()),
     **dict.fromkeys(("n", "best_of"), (1,)),
 }
-OF_CHATS = ("echo", "add_special_tokens", "prompt")  # unsupported in chats
-OF_COMPLETIONS = (
+UNSUPPORTED_IN_CHATS = ("echo", "add_special_tokens", "prompt")  # unsupported in chats
+UNSUPPORTED_IN_COMPLETIONS = (
     *("messages", "tools", "top_logprobs", "reasoning_effort", "enable_thinking"),
     *("add_generation_prompt", "continue_final_message"),
 )
 # Fields for which only true is supported
-NOT_FALSE = ("separate_reasoning", "stream_reasoning", "include_logprobs_decode_token")
+ONLY_TRUE = ("separate_reasoning", "stream_reasoning", "include_logprobs_decode_token")
 # Unsupported fields of embeddings and scores, by vLLM's names
-OF_VECTORS: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_POOLING_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("messages", "mm_processor_kwargs"), ()),
     **{"truncation_side": ("left",), "padding": ("do_not_pad",)},
     **{"embed_dtype": ("float32", "float"), "endianness": ("native", "little")},
@@ -59,7 +59,7 @@ NAMES = {name: field.aliases[-1] for name, field in wire.FIELDS.items() if field
     **{"req_id": "request_id", "lora_name": "model"}
 }
 # Names of OpenAI's fields in other APIs, for paths that have these fields
-ELSEWHERE = {
+OTHER_API_NAMES = {
     **{"instructions": "messages", "input": "messages", "max_output_tokens": "max_tokens", "n_predict": "max_tokens"},
     **{"thinking": "enable_thinking", "thinking_budget": "reasoning_max_tokens", "reasoning": "reasoning_effort"},
     **dict.fromkeys(("output_config", "output_format", "format"), "response_format"),
@@ -70,18 +70,18 @@ ELSEWHERE = {
 
 def refuse(body: dict[str, Any], is_chat: bool) -> None:
     """Raise InvalidRequest for an unsupported field of a chat or a completion. `body` contains no nulls."""
-    refuse_any(body, {**REFUSED, **dict.fromkeys(OF_CHATS if is_chat else OF_COMPLETIONS, ())})
-    if inner := OVERRIDING & set(labels if isinstance(labels := body.get("metadata"), dict) else ()):
+    refuse_any(body, {**REFUSED, **dict.fromkeys(UNSUPPORTED_IN_CHATS if is_chat else UNSUPPORTED_IN_COMPLETIONS, ())})
+    if inner := REFUSED_METADATA & set(labels if isinstance(labels := body.get("metadata"), dict) else ()):
         text = "`{field}` has {value}, which acts beside it only, as a field of the request"
         raise InvalidRequest(text, field="metadata", value=min(inner))
-    refuse_false(body, NOT_FALSE if is_chat else (*NOT_FALSE, "add_special_tokens"))
+    refuse_false(body, ONLY_TRUE if is_chat else (*ONLY_TRUE, "add_special_tokens"))
 
 
 def refuse_any(body: dict[str, Any], refused: Mapping[str, Collection[Any]]) -> None:
     """Raise InvalidRequest if a field of `refused` has a value other than its harmless ones."""
     for name, harmless in refused.items():
         value = body.get(name)
-        if (value or name in ASKED_EMPTY and value == {}) and value not in harmless:
+        if (value or name in REFUSED_IF_EMPTY and value == {}) and value not in harmless:
             raise InvalidRequest("`{field}` is not supported, it is {value}", field=name, value=wire.shown(value))
 
 
@@ -104,7 +104,7 @@ def check_spelling(
     for name in sorted(called.keys() & given.keys() - set(known)):
         text = f"`{name}` is another protocol's, here it is `{{field}}`"
         raise InvalidRequest(text, field=called[name], value=wire.shown(given[name]))
-    elsewhere = {*others, *WITHOUT_EFFECT, *REFUSED, *OF_CHATS, *OF_COMPLETIONS, *NOT_FALSE}
+    elsewhere = {*others, *WITHOUT_EFFECT, *REFUSED, *UNSUPPORTED_IN_CHATS, *UNSUPPORTED_IN_COMPLETIONS, *ONLY_TRUE}
     for problem in wire.misspelt(given, known, elsewhere):
         raise problem
 

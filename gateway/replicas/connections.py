@@ -19,7 +19,7 @@ from gateway.triton_connections import CHANNEL_OPTIONS, TritonConnections
 REPLICAS = "llm.Replicas"  # the service
 INFER, POLL = f"{REPLICAS}/ModelStreamInfer", f"{REPLICAS}/Poll"
 TOKEN = "x-replica-token"
-FOR_TRITON = ("grpc.default_authority",)  # options that are only for the socket of tritonserver
+TRITON_ONLY_OPTIONS = ("grpc.default_authority",)  # options that are only for the socket of tritonserver
 # Statuses with which another replica ends calls without the model: it is stopping or has other settings.
 LOST = (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
 
@@ -47,7 +47,9 @@ class ReplicaConnections(TritonConnections):
         self._credentials = credentials
 
     def _open(self) -> grpc.aio.Channel:
-        options: list[tuple[str, Any]] = [(name, value) for name, value in CHANNEL_OPTIONS if name not in FOR_TRITON]
+        options: list[tuple[str, Any]] = [
+            (name, value) for name, value in CHANNEL_OPTIONS if name not in TRITON_ONLY_OPTIONS
+        ]
         if self._credentials:
             options.append(("grpc.ssl_target_name_override", self._host))
             return grpc.aio.secure_channel(self._target, self._credentials, options=options)

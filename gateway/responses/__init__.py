@@ -14,7 +14,7 @@ from engine.wire import COMPLETED, DELETED, INCOMPLETE, StoredResponse, shown
 from gateway.openai import OpenAIProtocol
 from gateway.openai.content_blocks import as_named_event
 from gateway.openai.output_syntax import output_syntax_of
-from gateway.openai.unsupported_fields import OF_BLOCKS, check_spelling
+from gateway.openai.unsupported_fields import UNSUPPORTED_IN_BLOCKS, check_spelling
 from gateway.protocol import RequestContext
 from gateway.responses.answer import ResponseIdentity, ResponsesExchange
 from gateway.responses.fields import REFUSED, fields
@@ -40,7 +40,7 @@ class ResponsesProtocol(OpenAIProtocol):
         return {"model": "default", "input": "What is the capital of France?", "max_output_tokens": 64}
 
     def parse(self, body: dict[str, Any], context: RequestContext) -> ResponsesExchange:
-        check_spelling(body, fields(), ("include", *REFUSED, *OF_BLOCKS), NAMES)
+        check_spelling(body, fields(), ("include", *REFUSED, *UNSUPPORTED_IN_BLOCKS), NAMES)
         before = self._conversation(context.previous, context) if context.previous else ()
         return parse(body, context.model_name, output_syntax_of(context.config), before)
 

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 from gateway.openai.fields import fields as fields_of_chat
-from gateway.openai.request import PASSED_ON
-from gateway.openai.unsupported_fields import OF_BLOCKS
+from gateway.openai.request import FORWARDED_FIELDS
+from gateway.openai.unsupported_fields import UNSUPPORTED_IN_BLOCKS
 
 Json = dict[str, Any]
 INCLUDED = (  # accepted because such items never occur
@@ -16,12 +16,12 @@ INCLUDED = (  # accepted because such items never occur
     *("computer_call_output.output.image_url", "message.input_image.image_url"),
 )
 OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
-AS_THERE = {
+SHARED_CHAT_FIELDS = {
     *("model", "stream", "tools", "parallel_tool_calls", "request_id", "timeout"),
     *("structured_outputs", "include_reasoning"),
 }
-OF_CHAT = tuple({*PASSED_ON, *AS_THERE} - {*OF_BLOCKS})
-OWN: dict[str, Json] = {
+CHAT_FIELDS = tuple({*FORWARDED_FIELDS, *SHARED_CHAT_FIELDS} - {*UNSUPPORTED_IN_BLOCKS})
+OWN_FIELDS: dict[str, Json] = {
     "input": {
         "anyOf": [{"type": "string", "minLength": 1}, OBJECTS],
         "description": "a text, or the conversation so far",
@@ -49,4 +49,4 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 def fields() -> dict[str, Json]:
     """Return the fields by name."""
     of_chat = fields_of_chat(True)
-    return {**OWN, **{name: each for name, each in of_chat.items() if name in OF_CHAT}}
+    return {**OWN_FIELDS, **{name: each for name, each in of_chat.items() if name in CHAT_FIELDS}}

@@ -13,21 +13,21 @@ from typing import Any
 from engine import wire
 from engine.errors import InvalidRequest
 from gateway.openai.output_syntax import OutputSyntax
-from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT, AT_LEAST_1, chat_source
+from gateway.openai.request import chat_source, check_bool, check_object, check_positive, check_string
 from gateway.openai.request import parse as parse_chat
 from gateway.openai.unsupported_fields import NAMES as NAMES_OF_CHAT
-from gateway.openai.unsupported_fields import OF_BLOCKS, check_parts, refuse, refuse_any, refuse_more
 from gateway.openai.unsupported_fields import REFUSED as REFUSED_IN_CHATS
+from gateway.openai.unsupported_fields import UNSUPPORTED_IN_BLOCKS, check_parts, refuse, refuse_any, refuse_more
 from gateway.responses.answer import ResponseIdentity, ResponsesExchange
-from gateway.responses.fields import INCLUDED, OF_CHAT, REFUSED
+from gateway.responses.fields import CHAT_FIELDS, INCLUDED, REFUSED
 
 Json = dict[str, Any]
 MAX_METADATA = 16  # as OpenAI has it; several events repeat them
-CALLED = {  # of the chat's fields, those with another name here
+CLIENT_NAMES = {  # of the chat's fields, those with another name here
     **{"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"},
     **{"response_format": "text", "reasoning_effort": "reasoning"},
 }
-NAMES = {**{native: CALLED.get(name, name) for native, name in NAMES_OF_CHAT.items()}, **CALLED}
+NAMES = {**{native: CLIENT_NAMES.get(name, name) for native, name in NAMES_OF_CHAT.items()}, **CLIENT_NAMES}
 NAMES |= {"system": "instructions", "output_config": "text", "thinking": "reasoning"}
 
 
@@ -37,7 +37,7 @@ def parse(body: Json, model_name: str, syntax: OutputSyntax, before: Sequence[Js
     `before` are the messages that `input` continues. Raise InvalidRequest, by the chat's names of the fields.
     """
     body = {name: value for name, value in body.items() if value is not None}
-    is_background, is_stored = (A_BOOL(name, body.get(name, False)) for name in ("background", "store"))
+    is_background, is_stored = (check_bool(name, body.get(name, False)) for name in ("background", "store"))
     exchange = exchange_of(body, chat_of(body, before), ResponseIdentity(), model_name, syntax)
     if is_stored or is_background:
         exchange.store(body, is_background)
@@ -49,27 +49,27 @@ def exchange_of(
 ) -> ResponsesExchange:
     """Return the exchange of a request with the messages and tools in `source`. Raise InvalidRequest."""
     refuse(body, is_chat=True)
-    refuse_any(body, {**OF_BLOCKS, **REFUSED})
+    refuse_any(body, {**UNSUPPORTED_IN_BLOCKS, **REFUSED})
     included = body.get("include", [])
     if not isinstance(included, list) or any(each not in INCLUDED for each in included):
         text = "`{field}` may hold {limit}, which do nothing here, it is {value}"
         raise InvalidRequest(text, field="include", value=wire.shown(included), limit=[*INCLUDED])
-    chat = {name: body[name] for name in OF_CHAT if name in body} | source
+    chat = {name: body[name] for name in CHAT_FIELDS if name in body} | source
     chat.setdefault("request_id", f"resp_{uuid.uuid4().hex}")
-    refuse_more("metadata", len(AN_OBJECT("metadata", body.get("metadata", {}))), MAX_METADATA)
+    refuse_more("metadata", len(check_object("metadata", body.get("metadata", {}))), MAX_METADATA)
     if "max_output_tokens" in body:
-        chat["max_tokens"] = AT_LEAST_1("max_output_tokens", body["max_output_tokens"])
+        chat["max_tokens"] = check_positive("max_output_tokens", body["max_output_tokens"])
     if "tool_choice" in body and ("tools" in chat or body["tool_choice"] != "auto"):  # the default, without tools, too
         chat["tool_choice"] = _choice(body["tool_choice"])
-    text, reasoning = (AN_OBJECT(name, body.get(name, {})) for name in ("text", "reasoning"))
-    check_parts("text", text, {"format": AN_OBJECT, "verbosity": A_STRING})
-    check_parts("reasoning", reasoning, {"effort": A_STRING, "summary": A_STRING})
+    text, reasoning = (check_object(name, body.get(name, {})) for name in ("text", "reasoning"))
+    check_parts("text", text, {"format": check_object, "verbosity": check_string})
+    check_parts("reasoning", reasoning, {"effort": check_string, "summary": check_string})
     refuse_any(text, {"verbosity": REFUSED_IN_CHATS["verbosity"]})
     if text_format := text.get("format"):
         chat["response_format"] = _text_format(text_format)
     if effort := reasoning.get("effort"):
         chat["reasoning_effort"] = effort
-    return ResponsesExchange(parse_chat(chat, True, model_name, syntax), CALLED, body, identity)
+    return ResponsesExchange(parse_chat(chat, True, model_name, syntax), CLIENT_NAMES, body, identity)
 
 
 def chat_of(body: Json, before: Sequence[Json] = ()) -> Json:
@@ -106,7 +106,7 @@ def instructions_of(body: Json) -> list[Json]:
     """Return the system message of the instructions, or nothing."""
     if "instructions" not in body:
         return []
-    return [{"role": "system", "content": A_STRING("instructions", body["instructions"])}]
+    return [{"role": "system", "content": check_string("instructions", body["instructions"])}]
 
 
 def add_items(messages: list[Json], items: Any) -> None:
@@ -155,7 +155,7 @@ def _output(item: Json, messages: list[Json], place: str) -> None:
 
 
 def _text_of(item: Json, name: str) -> str:
-    return wire.within("input", f"[].{name}", A_STRING, item.get(name))
+    return wire.within("input", f"[].{name}", check_string, item.get(name))
 
 
 ITEMS: dict[str, Callable[[Json, list[Json], str], None]] = {  # called with the place of the item in `input`
@@ -189,8 +189,8 @@ def _tool(tool: Json) -> Json:
     if tool.get("type") != "function":
         text = "`{field}` may have the type `function` only, {value} has another"
         raise InvalidRequest(text, field="tools", value=wire.shown(tool))
-    wire.within("tools", "[].name", A_STRING, tool.get("name"))
-    wire.within("tools", "[].parameters", AN_OBJECT, tool.get("parameters") or {})
+    wire.within("tools", "[].name", check_string, tool.get("name"))
+    wire.within("tools", "[].parameters", check_object, tool.get("parameters") or {})
     known = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in known if tool.get(name) is not None}}
 

@@ -14,7 +14,7 @@ from engine.wire.triton import MODEL, VERSION
 from gateway.json_encoder import dump
 from gateway.native.answer import NativeExchange
 from gateway.native.request import parse
-from gateway.openai.request import A_BOOL, A_STRING, AN_OBJECT
+from gateway.openai.request import check_bool, check_object, check_string
 from gateway.protocol import RequestContext
 from gateway.triton import TritonGenerateProtocol
 
@@ -22,7 +22,7 @@ PROMPT, PARAMETERS, STREAM, ANSWER = "text_input", "parameters", "stream", "text
 OTHER_PROMPTS = ("text", "input_ids", "messages", "text_pair")
 # Options without a field in the response
 UNSUPPORTED_OUTPUTS = ("logprobs", "prompt_logprobs", "return_token_ids", "pooling")
-WORDS = {"stop_words": "stop_sequences", "bad_words": "bad_words"}  # TensorRT-LLM's name -> the wire's
+TENSORRT_LLM_NAMES = {"stop_words": "stop_sequences", "bad_words": "bad_words"}  # TensorRT-LLM's name -> the wire's
 
 
 class TextExchange(NativeExchange):
@@ -72,28 +72,27 @@ class TritonTextProtocol(TritonGenerateProtocol):
 
     def parse(self, body: dict[str, Any], context: RequestContext) -> TextExchange:
         is_stream = context.path.endswith("_stream")
-        as_it_comes = is_stream if body.get(STREAM) is None else A_BOOL(STREAM, body[STREAM])
+        as_it_comes = is_stream if body.get(STREAM) is None else check_bool(STREAM, body[STREAM])
         if as_it_comes and not is_stream:
             raise InvalidRequest("`{field}` is true, which is for generate_stream", field=STREAM, value=True)
-        asked = {"text": A_STRING(PROMPT, body[PROMPT]), "cut_max_dec_len": True, **_parameters(body)}
+        asked = {"text": check_string(PROMPT, body[PROMPT]), "cut_max_dec_len": True, **_parameters(body)}
         native = parse({**asked, "return_all_tokens": not as_it_comes}, context)
         return TextExchange(native.requests, is_stream, native.timeout_s, False, None)
 
 
 def _parameters(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the options in `parameters` and beside it:
-
-    Triton treats every field that is no input as a parameter. Raise InvalidRequest.
+    """Return the options in `parameters` and beside it, because Triton treats every field that is no input as a
+    parameter. Raise InvalidRequest.
     """
     given = {name: value for name, value in body.items() if name not in (PROMPT, PARAMETERS, STREAM, "id")}
-    given |= AN_OBJECT(PARAMETERS, body.get(PARAMETERS) or {})
+    given |= check_object(PARAMETERS, body.get(PARAMETERS) or {})
     given = {name: value for name, value in given.items() if value is not None}
     for name in (*OTHER_PROMPTS, *UNSUPPORTED_OUTPUTS):
         if given.get(name, False) is not False:
             raise InvalidRequest(f"`{{field}}` is not supported beside `{PROMPT}`", field=name)
     if "max_completion_tokens" in given:  # litellm sends both
         given["max_tokens"] = given.pop("max_completion_tokens")
-    for name, own in WORDS.items():
+    for name, own in TENSORRT_LLM_NAMES.items():
         words = given.pop(name, [])
         if words := [each for each in words if each] if isinstance(words, list) else words:  # "" means no word
             given[own] = words

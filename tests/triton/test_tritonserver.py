@@ -202,7 +202,7 @@ def main(folder: Path) -> int:
     lock = run_dir.lock()
     found = triton.find_tritonserver()
     triton.prepare(found, run_dir.path / TRITON_FOLDER, folder / "repository")
-    command = [*PRIVATE, *triton.command(found, run_dir.path / TRITON_FOLDER, config, run_dir.shm_prefix, False)]
+    command = [*PRIVATE, *triton.command(found, config, run_dir.shm_prefix, False)]
     env = triton.environment(found, run_dir.path / TRITON_FOLDER, dict(os.environ), False)
     supervisor = Supervisor(
         specs=[

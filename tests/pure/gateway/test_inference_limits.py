@@ -227,7 +227,7 @@ def test_the_kernel_tells_of_each_client_what_it_has_sent(host):
             name, port = client.getsockname()[:2]
             text = f"ipv6:%5B{name}%5D:{port}" if ":" in name else f"ipv4:{name}:{port}"
             reported = inet_diag.received_by(to[1])  # and of others' connections to the same port of another address
-            assert reported[message_limits.peer_of(text)] == 5000
+            assert reported[message_limits.grpc_peer(text)] == 5000
 
 
 def test_metadata_that_is_too_large_is_refused(tmp_path):

@@ -9,14 +9,14 @@ from tritonclient.grpc import service_pb2
 
 from engine.wire.triton import infer_request, request_of
 from gateway.grpc_server import request as request_module
-from gateway.grpc_server.request import InvalidInferRequest, parse, payload_of, rewritten
+from gateway.grpc_server.request import InvalidInferRequest, checked_payload, parse, rewritten
 from tests.fuzz import examples
 from tests.hostile_requests import REFUSED, TEXT, changed, contents, odd_messages, parameter
 
 
 def refusal(request):
     with pytest.raises(InvalidInferRequest) as caught:
-        payload_of(parse(request.SerializeToString()))
+        checked_payload(parse(request.SerializeToString()))
     return str(caught.value)
 
 
@@ -49,7 +49,7 @@ def test_bytes_that_are_no_message_are_refused(message):
 )
 def test_all_forms_of_a_request_come_to_tritonserver_as_the_same(change):
     request = changed(change)
-    payload = payload_of(request)
+    payload = checked_payload(request)
     assert payload == TEXT
     assert rewritten(request, payload) == infer_request({"text": "hi"}).SerializeToString()
 
@@ -57,7 +57,7 @@ def test_all_forms_of_a_request_come_to_tritonserver_as_the_same(change):
 def test_the_id_and_the_wish_for_an_empty_end_are_kept():
     request = changed(lambda request: parameter(request, "triton_enable_empty_final_response", bool_param=True))
     request.id = "an id"
-    fresh = service_pb2.ModelInferRequest.FromString(rewritten(request, payload_of(request)))
+    fresh = service_pb2.ModelInferRequest.FromString(rewritten(request, checked_payload(request)))
     assert fresh.id == "an id"
     assert fresh.parameters["triton_enable_empty_final_response"].bool_param
     assert len(fresh.parameters) == 1
@@ -66,7 +66,7 @@ def test_the_id_and_the_wish_for_an_empty_end_are_kept():
 def test_unknown_fields_are_not_forwarded():
     unknown = b"\x9a\x06\x03abc"  # field 99
     request = parse(infer_request({"text": "hi"}).SerializeToString() + unknown)
-    assert unknown not in rewritten(request, payload_of(request))
+    assert unknown not in rewritten(request, checked_payload(request))
 
 
 @examples(200)
@@ -74,7 +74,7 @@ def test_unknown_fields_are_not_forwarded():
 def test_what_is_odd_is_refused_or_comes_to_tritonserver_as_nothing_but_its_text(message):
     try:
         request = parse(message)
-        payload = payload_of(request)
+        payload = checked_payload(request)
     except InvalidInferRequest as error:
         assert 0 < len(str(error)) < 500
         return

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gateway.openai.output_parser import CONTENT, REASONING, TOOL_CALL, OutputParser
-from gateway.openai.output_syntax import AROUND, FORMATS, OutputSyntax
+from gateway.openai.output_syntax import CONTENT_MARKERS, FORMATS, OutputSyntax
 
 HERMES, LLAMA, MISTRAL, DEEPSEEK = (FORMATS[name] for name in ("hermes", "llama3_json", "mistral", "deepseek"))
 
@@ -43,7 +43,7 @@ def read(text, cuts=(), is_forced=False, names=(), **dialect):
 
 
 ERNIE = "<response>\nYes </b>.\n</response>\n"
-ERNIES = {"reasoning": "does", "calls": HERMES, "around": AROUND["ernie"]}
+ERNIES = {"reasoning": "does", "calls": HERMES, "around": CONTENT_MARKERS["ernie"]}
 NESTED = '{"a": {"b": "}]\\"{", "c": [1, {"d": null}]}, "e": "</tool_call>"}'
 CASES = {
     "plain words": ("Hello <b> {x}", {}, ("Hello <b> {x}", "", [])),

@@ -17,13 +17,13 @@ from engine.errors import (
     queue_full,
 )
 from gateway.native.request import NATIVE_ONLY
-from gateway.openai.request import NAMES, OF_PROMPT, PASSED_ON
+from gateway.openai.request import FORWARDED_FIELDS, NAMES, PROMPT_OUTPUT_FIELDS
 from tests.pure.gateway_fake import FakeBackend, openai_client, running
 
 CHAT, COMPLETIONS, RESPONSES, ANTHROPICS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 MESSAGES = [{"role": "user", "content": "Hello, who are you"}]
 A_CHAT = {"model": "default", "messages": MESSAGES}
-AGAIN, NOT_AGAIN = {"retry-after": "1"}, {"x-should-retry": "false"}
+AGAIN, NO_RETRY = {"retry-after": "1"}, {"x-should-retry": "false"}
 A_TOOL = {"type": "function", "function": {"name": "f"}}
 A_COMPLETION = {"model": "default", "prompt": "Hello, how are you?"}
 
@@ -429,7 +429,7 @@ def test_a_refusal_of_the_model_names_fields_as_the_client_does(body, error, tex
 
 
 def test_every_alias_of_a_native_field_has_one_that_openais_clients_may_send():
-    taken = {*PASSED_ON, *OF_PROMPT, "max_tokens", "request_id", "model"}
+    taken = {*FORWARDED_FIELDS, *PROMPT_OUTPUT_FIELDS, "max_tokens", "request_id", "model"}
     assert set(NAMES.values()) <= taken
 
 
@@ -450,10 +450,10 @@ def test_a_request_id_leaves_room_for_the_number_of_the_prompt(num_prompts, long
     ("error", "kind", "names", "headers"),
     [
         (PromptTooLong("too long"), "BadRequest", "invalid_request_error context_length_exceeded", {}),
-        (DuplicateRequest("twice"), "Conflict", "invalid_request_error duplicate_request", NOT_AGAIN),
+        (DuplicateRequest("twice"), "Conflict", "invalid_request_error duplicate_request", NO_RETRY),
         (Overloaded("full"), "RateLimit", "rate_limit_error overloaded", AGAIN),
         (EngineUnavailable("gone"), "InternalServer", "server_error engine_unavailable", AGAIN),
-        (TimedOut("silent"), "InternalServer", "server_error timeout", NOT_AGAIN),
+        (TimedOut("silent"), "InternalServer", "server_error timeout", NO_RETRY),
     ],
 )
 def test_a_refusal_of_the_model_keeps_its_status(stream, error, kind, names, headers):
@@ -464,7 +464,7 @@ def test_a_refusal_of_the_model_keeps_its_status(stream, error, kind, names, hea
     assert [caught.value.type, caught.value.code] == names.split()
     assert caught.value.body["message"] == str(error)
     answered = caught.value.response.headers
-    assert {name: answered[name] for name in (*AGAIN, *NOT_AGAIN) if name in answered} == headers
+    assert {name: answered[name] for name in (*AGAIN, *NO_RETRY) if name in answered} == headers
 
 
 def test_a_field_is_the_native_protocols_alone_unless_openais_requests_may_have_it():

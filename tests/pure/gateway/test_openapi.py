@@ -13,11 +13,11 @@ from engine.errors import KINDS, InvalidRequest, Overloaded
 from engine.settings.config import Config
 from gateway.app import make_app
 from gateway.app_keys import DOCUMENT
-from gateway.openai.request import OF_PROMPT, PASSED_ON, STREAM_OPTIONS, TEMPLATE_FLAGS
+from gateway.openai.request import FORWARDED_FIELDS, PROMPT_OUTPUT_FIELDS, STREAM_OPTIONS, TEMPLATE_FLAGS
 from tests.pure.gateway_fake import FakeBackend, running
 
 ROOT = Path(__file__).parents[3]
-OF_CHATS = {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning", *TEMPLATE_FLAGS}
+CHAT_ONLY = {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning", *TEMPLATE_FLAGS}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -60,9 +60,9 @@ def test_every_field_of_openai_that_is_passed_on_or_acts_in_the_gateway_is_in_it
     }
     assert len(acting) > 8
     reported = set(schema_of(document, path, "openai")["properties"])
-    elsewhere = {"top_logprobs", "messages", *OF_CHATS} if path == COMPLETIONS else {"echo", "prompt"}
+    elsewhere = {"top_logprobs", "messages", *CHAT_ONLY} if path == COMPLETIONS else {"echo", "prompt"}
     refused = {"store"}  # only /v1/responses stores answers
-    assert reported == ({*acting, *PASSED_ON, *OF_PROMPT, "prompt"} - elsewhere - refused)
+    assert reported == ({*acting, *FORWARDED_FIELDS, *PROMPT_OUTPUT_FIELDS, "prompt"} - elsewhere - refused)
     options = STREAM_OPTIONS
     assert set(schema_of(document, path, "openai")["properties"]["stream_options"]["properties"]) == set(options)
 
@@ -136,7 +136,7 @@ def test_the_page_shows_every_path_and_field_and_fetches_nothing_from_elsewhere(
     page.feed(text)
     assert (page.fetched, page.open) == (["openapi.json"], [])
     assert "default-src 'none'" in headers["Content-Security-Policy"]
-    names = {*document["paths"], *wire.FIELDS, *PASSED_ON, *OF_PROMPT}
+    names = {*document["paths"], *wire.FIELDS, *FORWARDED_FIELDS, *PROMPT_OUTPUT_FIELDS}
     assert [name for name in names if f"{name}</code>" not in text] == []
     assert text.index(f"<h2><code>POST {CHAT}</code>") == text.index("<h2>")
 

@@ -29,7 +29,7 @@ from engine.wire import Owner, checks
 from gateway import ignored_fields
 from gateway.app import make_app
 from gateway.health import make_health_app
-from gateway.openai.request import OF_PROMPT, PASSED_ON
+from gateway.openai.request import FORWARDED_FIELDS, PROMPT_OUTPUT_FIELDS
 from gateway.openai.unsupported_fields import REFUSED
 from gateway.replicas import metrics as replica_metrics
 from server_scripts.processes import LOG_NAMES
@@ -239,8 +239,8 @@ def test_the_table_of_endpoints_has_every_route():
 
 def test_every_field_of_openai_that_is_passed_on_or_refused_is_named():
     section = text_of("docs/api.md").partition("## OpenAI's API")[2]
-    assert {*PASSED_ON, *OF_PROMPT, *REFUSED} - set(code_words(section)) == set()
-    assert {*PASSED_ON, *OF_PROMPT} & {*REFUSED} == set()
+    assert {*FORWARDED_FIELDS, *PROMPT_OUTPUT_FIELDS, *REFUSED} - set(code_words(section)) == set()
+    assert {*FORWARDED_FIELDS, *PROMPT_OUTPUT_FIELDS} & {*REFUSED} == set()
 
 
 # --- docs/metrics.md ------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_the_stub_finds_this_interpreter_and_our_packages(image, tmp_path):
 def test_tritonserver_sees_the_gpus_only_to_watch_them(image, tmp_path):
     found, config = triton.find_tritonserver(), Config()
     for watches, flag, seen in ((True, "true", "1"), (False, "false", "")):
-        assert f"--allow-gpu-metrics={flag}" in triton.command(found, tmp_path, config, "prefix_", watches)
+        assert f"--allow-gpu-metrics={flag}" in triton.command(found, config, "prefix_", watches)
         assert (
             triton.environment(found, tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}, watches)["CUDA_VISIBLE_DEVICES"] == seen
         )
@@ -141,7 +141,7 @@ def test_tritonserver_sees_the_gpus_only_to_watch_them(image, tmp_path):
 def test_the_command_carries_the_settings(image, tmp_path):
     config = Config(service_grpc_port=1, metrics_http_port=2, drain_timeout_s=7.5, service_host="127.0.0.1")
     found = triton.find_tritonserver()
-    command = triton.command(found, tmp_path, config, "prefix_", False)
+    command = triton.command(found, config, "prefix_", False)
     assert command[0] == str(found.binary)
     for flag in (
         "--grpc-address=unix:grpc",
