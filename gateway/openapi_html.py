@@ -42,7 +42,8 @@ def _operation(method: str, path: str, operation: Json, schemas: Json) -> str:
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     schema = body.get("schema", {})
     examples = [
-        f"<pre>{escape(json.dumps(each['value'], indent=2))}</pre>" for each in body.get("examples", {}).values()
+        f"<p>{escape(protocol)}:</p><pre>{escape(json.dumps(each['value'], indent=2))}</pre>"
+        for protocol, each in body.get("examples", {}).items()
     ]
     requests = [_request(each, schemas) for each in schema.get("anyOf", [schema] if schema else [])]
     rows = [[f"<code>{code}</code>", _text(each["description"])] for code, each in operation["responses"].items()]

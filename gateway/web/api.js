@@ -1,9 +1,9 @@
-// The server as the page sees it. A key that it asks for stays in this tab.
+// Requests to the server. The API key is kept until the tab is closed.
 
 import { $ } from "./dom.js";
 
 const KEY = "api-key";
-let asking = null; // one dialog for all who wait for a key
+let asking = null; // one dialog for all requests that wait for a key
 
 export async function call(path, options = {}) {
   for (;;) {
@@ -18,12 +18,12 @@ export async function call(path, options = {}) {
 
 function askForKey(refused) {
   const dialog = $("key-dialog"), input = $("key");
-  $("key-wrong").textContent = refused ? "The server does not take this key." : "";
+  $("key-wrong").textContent = refused ? "The server rejects this key." : "";
   input.value = "";
   dialog.showModal();
   return new Promise((resolve) => {
     dialog.onclose = () => {
-      if (!input.value) return dialog.showModal(); // without one nothing works
+      if (!input.value) return dialog.showModal(); // no request works without a key
       sessionStorage.setItem(KEY, input.value);
       resolve();
     };

@@ -1,4 +1,4 @@
-// The conversation. What the model writes is shown as it comes: thoughts, text, calls of tools, whose results are typed in.
+// The conversation. Reasoning, text and tool calls are shown as they arrive; the user types in the results of tools.
 
 import { chat } from "./api.js";
 import { $, copyButton, el } from "./dom.js";
@@ -8,7 +8,7 @@ import { render } from "./markdown.js";
 const EXAMPLES = ["Who are you?", "What is the capital of France?", "What is 17 plus 25?"];
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 let messages = []; // as OpenAI's API has them
-let running = null; // the AbortController of the answer that comes
+let running = null; // the AbortController of the current answer
 
 export function startChat() {
   $("composer").addEventListener("submit", (event) => { event.preventDefault(); say(); });
@@ -76,7 +76,7 @@ function request() {
     try {
       body.tools = JSON.parse(given.tools);
     } catch (error) {
-      throw new Error(`Tools, in the settings, are not JSON: ${error.message}`);
+      throw new Error(`The tools in the settings are not valid JSON: ${error.message}`);
     }
     if (given.tool_choice) body.tool_choice = given.tool_choice;
   }
@@ -102,14 +102,14 @@ async function answer() {
 function busy(is) {
   $("send").hidden = is;
   $("stop").hidden = !is;
-  $("messages").ariaBusy = String(is); // is read out when it is whole
-  if (is) for (const button of document.querySelectorAll("button.again")) button.remove(); // only the last one may
+  $("messages").ariaBusy = String(is); // screen readers wait until the answer is complete
+  if (is) for (const button of document.querySelectorAll("button.again")) button.remove(); // only the last answer has one
 }
 
 class Answer {
   constructor() {
     this.thoughts = el("div", { className: "text" });
-    this.thinking = el("details", { open: true, hidden: true }, el("summary", {}, "Thoughts"), this.thoughts);
+    this.thinking = el("details", { open: true, hidden: true }, el("summary", {}, "Reasoning"), this.thoughts);
     this.text = el("div", { className: "text coming" });
     this.calls = el("div", { className: "calls" });
     this.foot = el("footer", { className: "hint" });
@@ -167,7 +167,7 @@ class Answer {
   }
 
   again() {
-    const button = el("button", { type: "button", className: "quiet again", textContent: "Again" });
+    const button = el("button", { type: "button", className: "quiet again", textContent: "Regenerate" });
     button.addEventListener("click", () => {
       messages.pop();
       this.node.remove();
@@ -177,24 +177,24 @@ class Answer {
   }
 
   summary() {
-    const seconds = (this.usage ? performance.now() : NaN) - this.first, tokens = this.usage?.completion_tokens;
-    if (this.first) this.facts.unshift(`first after ${((this.first - this.started) / 1000).toFixed(2)} s`);
-    if (tokens > 1) this.facts.unshift(`${((tokens - 1) / seconds * 1000).toFixed(1)} tokens/s`);
-    if (tokens) this.facts.unshift(`${tokens} tokens`);
-    if (this.reason === "length") this.facts.push("cut at the longest answer");
+    // Of the whole answer: the browser may get its events in one piece, so a rate behind the first token would be wrong.
+    const tokens = this.usage?.completion_tokens, seconds = (performance.now() - this.started) / 1000;
+    if (this.first) this.facts.unshift(`first token after ${((this.first - this.started) / 1000).toFixed(2)} s`);
+    if (tokens) this.facts.unshift(`${tokens} tokens in ${seconds.toFixed(2)} s (${(tokens / seconds).toFixed(1)} tokens/s)`);
+    if (this.reason === "length") this.facts.push("cut at the maximum length");
     return el("span", {}, this.facts.join(" · "));
   }
 }
 
 function shownCall({ function: { name, arguments: text } }) {
-  return el("div", { className: "code" }, el("div", { className: "code-head" }, `calls ${name}`), el("pre", {}, el("code", {}, text)));
+  return el("div", { className: "code" }, el("div", { className: "code-head" }, `Tool call: ${name}`), el("pre", {}, el("code", {}, text)));
 }
 
-// What the tools would answer is for the reader to say.
+// The form in which the user enters the results of tool calls.
 function resultForm(calls) {
   const inputs = calls.map((call) => el("textarea", { rows: 2, required: true, ariaLabel: `Result of ${call.function.name}` }));
   const labels = calls.map((call, index) => el("label", {}, `Result of ${call.function.name}`, inputs[index]));
-  const form = el("form", { className: "results" }, ...labels, el("button", { className: "primary", textContent: "Give the results" }));
+  const form = el("form", { className: "results" }, ...labels, el("button", { className: "primary", textContent: "Send results" }));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (running) return;

@@ -1,4 +1,4 @@
-// Which of the two views is shown, and what the head says of the server.
+// The choice between the two views, and the state of the server in the page's header.
 
 import { $ } from "./dom.js";
 import { startChat } from "./chat.js";

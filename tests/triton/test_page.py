@@ -62,7 +62,7 @@ def test_it_chats_with_the_real_server_shows_its_state_and_contacts_no_other_hos
         first, second = texts(browser, ".assistant > .text")
         assert ("Paris" in first, "Tokyo" in second) == (True, True)
         facts = texts(browser, "article.assistant footer span")[1]
-        assert " tokens · " in facts and " tokens/s · first after " in facts
+        assert " tokens in " in facts and " tokens/s) · first token after " in facts
         assert len(browser.find("button.again")) == 1
 
         browser.one("#to-live").click()
@@ -218,10 +218,10 @@ def test_thoughts_are_folded_and_calls_of_tools_wait_for_their_results(browser):
         browser.one("[name=system]").send_keys("Be brief")
         browser.one("[name=max_tokens]").send_keys("50")
         say(browser, "How is the weather?")
-        assert texts(browser, "summary") == ["Thoughts"] and browser.one("details").get_attribute("open") is None
+        assert texts(browser, "summary") == ["Reasoning"] and browser.one("details").get_attribute("open") is None
         browser.one("summary").click()
         assert texts(browser, "details .text") == ["let me see"]
-        assert texts(browser, ".calls .code-head") == ["calls weather"]
+        assert texts(browser, ".calls .code-head") == ["Tool call: weather"]
         assert json.loads(browser.one(".calls pre").text) == {"city": "Bonn"}
         browser.one(".results textarea").send_keys("15 degrees")
         browser.one(".results button").click()
@@ -235,7 +235,7 @@ def test_thoughts_are_folded_and_calls_of_tools_wait_for_their_results(browser):
 def test_a_key_is_asked_for_until_it_is_right_and_kept_in_the_tab_only(browser):
     with running(FakeBackend("yes", state=a_state()), api_key="a-secret") as gateway:
         browser.open(gateway.url + "/")
-        for key, complaint in (("wrong", ""), ("a-secret", "The server does not take this key.")):
+        for key, complaint in (("wrong", ""), ("a-secret", "The server rejects this key.")):
             browser.until(lambda: browser.one("#key-dialog").is_displayed())
             assert texts(browser, "#key-wrong") == [complaint]
             browser.one("#key").send_keys(key, Keys.ENTER)
@@ -259,6 +259,13 @@ def test_a_failure_is_reported_and_the_next_question_is_asked(browser):
         assert texts(browser, ".assistant > .text") == ["half"]
         say(browser, "again")
         assert texts(browser, ".assistant > .text")[-1] == "there"
+
+
+def test_the_live_view_of_a_server_without_a_model_says_so(browser):
+    with running(FakeBackend("x", state=ModelState(ready=True))) as gateway:
+        browser.open(gateway.url + "/#live")
+        browser.until(lambda: "has no model of its own" in browser.one("#trouble").text)
+        assert browser.one("#numbers").text == ""
 
 
 @pytest.mark.parametrize("is_dark", [False, True])
