@@ -25,7 +25,7 @@ from engine.errors import ConfigError
 from engine.log import printable
 from engine.settings.config import Config
 from server_scripts.probe import Probe
-from server_scripts.run_dir import RunDir, ServerState, make_folder
+from server_scripts.run_dir import RunDir, ServerState, make_folder, stop_command
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTIONS = ("Who are you?", "What is the capital of France?", "What is 7 plus 5?")
@@ -80,7 +80,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ndemo: interrupted")
     example = image_example(next(iter(pictures))) if has_images else TEXT_EXAMPLE
-    print(how_to_go_on(state, bool(config.api_key), example))
+    print(how_to_go_on(state, config.run_path, bool(config.api_key), example))
     print(f"(the demo took {time.monotonic() - started:.0f} s)")
     return 0
 
@@ -165,7 +165,7 @@ def answer(state: ServerState, prompt: dict[str, Any], config: Config) -> Iterat
     connection.close()
 
 
-def how_to_go_on(state: ServerState, with_key: bool = False, example: str = TEXT_EXAMPLE) -> str:
+def how_to_go_on(state: ServerState, run_path: Path, with_key: bool = False, example: str = TEXT_EXAMPLE) -> str:
     """Return the instructions that the demo ends with."""
     host = in_url(connect_host(state.host))
     return HOW_TO_GO_ON.format(
@@ -173,7 +173,7 @@ def how_to_go_on(state: ServerState, with_key: bool = False, example: str = TEXT
         example=example,
         url=f"{state.scheme}://{host}:{state.ports['SERVICE_HTTP_PORT']}",
         grpc=f"{host}:{state.ports['SERVICE_GRPC_PORT']}",
-        stop=command("stop_server"),
+        stop=stop_command(run_path, state.log_dir).replace("stop_server", str(command("stop_server"))),
     )
 
 

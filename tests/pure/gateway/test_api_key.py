@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import sys
+from pathlib import Path
 
 import openai
 import pytest
@@ -76,8 +77,15 @@ def test_the_demo_has_the_key_and_its_examples_name_the_variable(gateway):
     ports = dict.fromkeys(names, gateway.port)
     state = ServerState("ready", Process("supervisor", 1, 0), 0.0, "m", "127.0.0.1", ports, "log", 1.0)
     assert "".join(demo.answer(state, {"text": "hi"}, Config(api_key=KEY))) == "a"
-    assert 'completions -H "Authorization: Bearer $API_KEY" \\\n' in demo.how_to_go_on(state, with_key=True)
-    assert "Authorization" not in demo.how_to_go_on(state)
+    run_path = Path("/run/mine")
+    assert 'completions -H "Authorization: Bearer $API_KEY" \\\n' in demo.how_to_go_on(state, run_path, with_key=True)
+    assert "Authorization" not in demo.how_to_go_on(state, run_path)
+
+
+def test_the_demo_prints_a_stop_command_that_names_the_folder_of_its_server():
+    ports = {"SERVICE_HTTP_PORT": 1, "SERVICE_GRPC_PORT": 2}
+    state = ServerState("ready", Process("supervisor", 1, 0), 0.0, "m", "127.0.0.1", ports, "log", 1.0)
+    assert f"Stop it: RUN_DIR=/run/mine {demo.command('stop_server')}" in demo.how_to_go_on(state, Path("/run/mine"))
 
 
 def test_a_worker_takes_the_key_from_its_environment(monkeypatch):
