@@ -132,7 +132,7 @@ def test_a_request_that_has_waited_for_too_long_is_ended_by_the_engine_with_429(
         429,
         "the request has waited for 5 s, which is QUEUE_TIMEOUT",
     )
-    assert len(engine.asked_to_expire) == 1
+    assert len(set(engine.asked_to_expire)) == 1  # it may be asked again before it has answered
     engine.give([1], b"b", "length")
     assert begun.final["tokens_all"] == "ab"
 
