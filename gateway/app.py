@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -103,7 +104,8 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
             *[web.get(path, show) for path, show in {**server_info.ROUTES, **triton.ROUTES}.items()],
         ]
     )
-    app[DOCUMENT] = openapi_document(app, PROTOCOLS, UNGUARDED)
+    document: Callable[[], dict[str, Any]] = functools.cache(partial(openapi_document, app, PROTOCOLS, UNGUARDED))
+    app[DOCUMENT] = document
     return app
 
 

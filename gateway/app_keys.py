@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -44,7 +45,7 @@ RUNNING = web.AppKey("running", list)  # the requests being answered
 BEGUN = web.AppKey("begun", set[Peer])  # peers that have started one since the last check of connection_limits.py
 DRAINING = web.AppKey("draining", asyncio.Event)
 LABELS = web.AppKey("labels", dict[str, int])  # number of labels of a model, by the model's id
-DOCUMENT = web.AppKey("document", dict[str, Any])  # the OpenAPI document
+DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")  # returns the OpenAPI document
 
 
 def served_name(app: web.Application) -> str:

@@ -60,13 +60,13 @@ async def show_version(_: web.Request) -> web.Response:
 
 async def show_document(request: web.Request) -> web.Response:
     """Return this OpenAPI document."""
-    return json_response(request.app[DOCUMENT])
+    return json_response(request.app[DOCUMENT]())
 
 
 async def show_page(request: web.Request) -> web.Response:
     """Return the OpenAPI document as an HTML page."""
     headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-    return web.Response(text=openapi_html(request.app[DOCUMENT]), content_type="text/html", headers=headers)
+    return web.Response(text=openapi_html(request.app[DOCUMENT]()), content_type="text/html", headers=headers)
 
 
 async def list_models(request: web.Request) -> web.Response:

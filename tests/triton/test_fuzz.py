@@ -25,7 +25,7 @@ from tests.triton.server_checks import a_channel, said, unbroken_server
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_DEC_LEN = 8  # so that whatever is asked is answered soon
-PATHS = json.loads(json.dumps(make_app(None, Config())[DOCUMENT]))["paths"]
+PATHS = json.loads(json.dumps(make_app(None, Config())[DOCUMENT]()))["paths"]
 YES, NO = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 OPERATIONS = [
     (method, path, mode)

@@ -23,7 +23,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def document():
-    return json.loads(json.dumps(make_app(None, Config())[DOCUMENT]))
+    return json.loads(json.dumps(make_app(None, Config())[DOCUMENT]()))
 
 
 def schema_of(document, path, protocol, kind="request"):

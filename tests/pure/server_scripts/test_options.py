@@ -11,6 +11,8 @@ import pytest
 from engine.errors import ConfigError
 from engine.settings.config import Config
 from engine.settings.foreign.table import OPTIONS, ROWS, check_variables, notes_on_variables
+from gateway import __main__ as gateway_main
+from gateway import health as gateway_health
 from server_scripts import run_batch, start, stop
 from server_scripts.completion import REFUSED
 from server_scripts.options import COMMON, OptionParser, own_name
@@ -178,14 +180,18 @@ def test_what_is_no_option_is_answered_with_what_was_meant(capsys):
     assert "only one model can be served, 'other' is another argument" in answer(capsys, "one", "other")
 
 
-@pytest.mark.parametrize("module", ["gateway", "gateway.health"])
-def test_the_command_that_a_help_text_names_prints_every_setting(module):
-    def run(*command):
-        return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True).stdout
-
-    text = " ".join(run(module, "--help").split()).partition("environment variables")[2]
-    [named] = re.findall(r"python -m ([\w.]+)", text)
-    assert all(f"| `{env}` |" in run(named) for env in ("MAX_DEC_LEN", "SERVICE_HTTP_PORT"))
+def test_the_command_that_help_texts_name_prints_every_setting(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["", "--help"])
+    named = set()
+    for main in (gateway_main.main, gateway_health.main):
+        with pytest.raises(SystemExit):
+            main()
+        text = " ".join(capsys.readouterr().out.split()).partition("environment variables")[2]
+        named.update(re.findall(r"python -m ([\w.]+)", text))
+    [module] = named
+    command = [sys.executable, "-m", module]
+    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert all(f"| `{env}` |" in table for env in ("MAX_DEC_LEN", "SERVICE_HTTP_PORT"))
 
 
 def test_the_command_shows_the_common_ones_and_names_a_wrong_value():

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from engine.errors import ConfigError
 from engine.settings.config import Config
-from server_scripts import model_source, start
+from server_scripts import model_source, start, stop
 from server_scripts.model_source import ModelSource, export_if_needed
 from server_scripts.run_dir import RunDir, read_stat
 from tests.patience import wait_until
@@ -29,27 +30,43 @@ def server(tmp_path):
     return a_server(tmp_path, {"MODEL_DIR": str(tmp_path / "model")})
 
 
-def test_a_wrong_setting_is_one_line_and_status_2(server):
+@pytest.fixture
+def refused(server, capfd):
+    """Return a function that runs a command in this process and returns its exit status, output and errors. The command
+    must refuse the settings before it starts a process.
+    """
+    handlers = {number: signal.getsignal(number) for number in start.STOP_SIGNALS}
+
+    def run(main=start.main):
+        argv = patch.object(sys, "argv", ["command"])
+        with patch.dict(os.environ, server.env, clear=True), argv, patch.object(start, "detach", None):
+            status = main()
+        return status, *capfd.readouterr()
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_wrong_setting_is_one_line_and_status_2(server, refused):
+    line = "start_server: BATCH_SIZE is 'many', it must be a whole number\n"
     server.env["BATCH_SIZE"] = "many"
     done = server.command("start_server")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "start_server: BATCH_SIZE is 'many', it must be a whole number\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     server.env["BLOCK_RATIO"] = "x"
-    assert (
-        server.command("start_server").stderr == done.stderr + "start_server: BLOCK_RATIO is 'x', it must be a number\n"
-    )
+    assert refused() == (2, "", f"{line}start_server: BLOCK_RATIO is 'x', it must be a number\n")
 
 
-def test_overrides_that_are_none_and_a_folder_that_is_not_there_are_wrong_settings(server):
+def test_overrides_that_are_none_and_a_folder_that_is_not_there_are_wrong_settings(server, refused):
     for name, value, says in (
         ("LORA_DIR", "/no/such/folder", "LORA_DIR is '/no/such/folder', there is no such folder\n"),
         ("HF_OVERRIDES", "{bad", "HF_OVERRIDES is '{bad', it must be a JSON object: Expecting property name"),
         ("HF_OVERRIDES", "[1]", "HF_OVERRIDES is '[1]', it must be a JSON object: '[1]' is none\n"),
     ):
         server.env[name] = value
-        done = server.command("start_server")
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert done.stderr.startswith(f"start_server: {says}")
+        status, out, err = refused()
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"start_server: {says}")
         del server.env[name]
 
 
@@ -62,15 +79,15 @@ def test_a_file_with_a_format_of_calls_is_read_before_anything_is_started(server
 
 
 @pytest.mark.parametrize("name", ["MODEL_DIR", "RUN_DIR"])  # of the model, of the server
-def test_a_home_that_does_not_exist_is_a_wrong_setting(server, name):
+def test_a_home_that_does_not_exist_is_a_wrong_setting(server, refused, name):
     server.env[name] = "~no-such-user/folder"
-    done = server.command("start_server")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"start_server: {name} is '~no-such-user/folder', and there is no such home")
+    status, _, err = refused()
+    assert status == 2
+    assert err.startswith(f"start_server: {name} is '~no-such-user/folder', and there is no such home")
     if name == "RUN_DIR":
-        stopped = server.command("stop_server")
-        assert stopped.returncode == 1
-        assert stopped.stderr.startswith("stop_server: RUN_DIR is '~no-such-user/folder'")
+        status, _, err = refused(stop.main)
+        assert status == 1
+        assert err.startswith("stop_server: RUN_DIR is '~no-such-user/folder'")
 
 
 def test_what_a_library_prints_during_an_export_is_no_step(server, tmp_path, monkeypatch):
