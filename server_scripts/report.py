@@ -67,6 +67,12 @@ class StartProgress:
         self._reported_at = time.monotonic()
         self._report(text)
 
+    @property
+    def waits_for_machines(self) -> bool:
+        """Return whether this is the master, and it lacks nothing but other machines."""
+        state, machines = self._supervisor.seen.state or {}, self._supervisor.config.machines
+        return machines.num_hosts > 1 and machines.is_master and "waits for" in state.get("reason", "")
+
     def failed(self, failure: StartFailed) -> None:
         """Report the reason of a failed start, with the last log lines of the process that seems to be at fault."""
         guilty = failure.child or self._step()[1]
@@ -95,6 +101,17 @@ def report_useless_variables(report: Callable[[str], None]) -> None:
     """Report environment variables that have no effect: misspelt ones, and those of other servers."""
     for sentence in [*likely_misspelt(), *notes_on_variables()]:
         report(f"note: {sentence}")
+
+
+def missing_instances(supervisor: Supervisor) -> str:
+    """Return how many prefill instances a decode instance lacks, or an empty text."""
+    num_all, state = len(supervisor.config.prefill_addresses), supervisor.seen.state or {}
+    if (num_connected := state.get("num_prefill_instances", 0)) >= num_all:
+        return ""
+    return (
+        f"note: {num_connected} of {num_all} prefill instances are connected; infer_server.log says why. While none is,"
+        " this instance computes all prompts itself"
+    )
 
 
 def summary(state: ServerState, run_path: Path) -> str:

@@ -23,7 +23,7 @@ from server_scripts.model_source import export_if_needed, fetch_draft_model, fin
 from server_scripts.probe import Probe
 from server_scripts.processes import all_specs, log_paths
 from server_scripts.reload import change_model, release, take_reload_request
-from server_scripts.report import Reporter, StartProgress, report_useless_variables, summary
+from server_scripts.report import Reporter, StartProgress, missing_instances, report_useless_variables, summary
 from server_scripts.run_dir import Process, RunDir, ServerState, make_folder
 from server_scripts.scheduler import SchedulerProbe
 from server_scripts.shutdown import shut_down, stop_timeout_s
@@ -183,12 +183,22 @@ def run_until_stopped(supervisor: Supervisor, report: Reporter, on_ready: Callab
     """
     supervisor.adopt_and_listen()
     progress = StartProgress(supervisor, report)
+
+    def tell() -> None:
+        nonlocal on_ready
+        progress()
+        if on_ready and progress.waits_for_machines and not supervisor.config.start_waits_for_machines:
+            report(f"{summary(supervisor.state, supervisor.run_dir.path)}\nit goes on waiting for the other machines")
+            on_ready()
+            on_ready = None
+
     try:
-        supervisor.bring_up(progress)
+        supervisor.bring_up(tell)
         is_ready = supervisor.state.phase == "ready"
         if is_ready:
             text = summary(supervisor.state, supervisor.run_dir.path)
-            report("\n".join(filter(None, [text, supervisor.config.machines.why_not_served])))
+            notes = supervisor.config.machines.why_not_served, missing_instances(supervisor)
+            report("\n".join(filter(None, [text, *notes])))
             if on_ready:
                 on_ready()
             watch(supervisor)

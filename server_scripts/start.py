@@ -26,6 +26,7 @@ from engine.settings.foreign.rank_table import settings_of_tables
 from engine.settings.foreign.table import check_variables
 from server_scripts.child import ROOT, describe_exit
 from server_scripts.model_source import local_folder
+from server_scripts.mpirun import WORLD, check_mpirun, is_repetition
 from server_scripts.options import OptionParser
 from server_scripts.processes import log_paths
 from server_scripts.report import Reporter, report_useless_variables
@@ -52,17 +53,15 @@ def main() -> int:
     report = Reporter()
     for note in given.notes:
         report(f"note: {note}")
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:  # mpirun binds its processes to one core
+    if WORLD in os.environ:  # mpirun binds its processes to one core
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the kernel removes cores that a container may not use
     mode = change if given.reload else run if given.foreground else report_sizes if given.dry_run else detach
     try:
-        config = read_settings()
+        config = read_settings(report)
         name = given.model_name or config.model_name
         return mode(str(local_folder(name, config.model_dir) or name), report)
     except ConfigError as error:
-        for line in printable(str(error)).splitlines():
-            print(f"start_server: {line}", file=sys.stderr)
-        return 2
+        return print_error(error)
     except (SetupError, OSError) as error:
         report(f"failed: {error}")
         return 1
@@ -72,11 +71,23 @@ def main() -> int:
         os._exit(128 + interrupted.number)  # a normal exit would wait for threads that are blocked on a download
 
 
-def read_settings() -> Config:
+def print_error(error: ConfigError) -> int:
+    """Print an error of the settings and return the exit status. If mpirun has started several of these commands on
+    this machine, only the first one does so; another status of the others would make mpirun end it before."""
+    if is_repetition(os.environ):
+        return 0
+    for line in printable(str(error)).splitlines():
+        print(f"start_server: {line}", file=sys.stderr)
+    return 2
+
+
+def read_settings(report: Callable[[str], None]) -> Config:
     """Return the settings, and add those of rank tables and absolute paths to the environment. Raises ConfigError."""
     os.environ.update(settings_of_tables(os.environ))
     check_variables()
     config = Config.from_env()
+    if note := check_mpirun(config, os.environ):
+        report(f"note: {note}")
     if config.splitwise_role == SCHEDULER:
         check_instances(os.environ)
     if config.lora_path and not config.lora_path.is_dir():

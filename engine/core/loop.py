@@ -34,6 +34,7 @@ class Stats(PullCounters, ImageCounters, Counters):
     num_waiting_tokens: int = 0  # of their prompts
     num_blocks: int = 0
     num_blocks_held: int = 0
+    num_prefill_instances: int = 0  # connected ones, of a decode instance
     block_size: int = 0
     num_steps: int = 0
     num_generated_tokens: int = 0
@@ -46,7 +47,7 @@ class Stats(PullCounters, ImageCounters, Counters):
 
 
 # Fields of `Stats` that describe the current state of the scheduler and of the running step; the others are counters.
-GAUGES = ("num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_held")
+GAUGES = ("num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_held", "num_prefill_instances")
 PROPERTIES = ("block_size", "step_age_s", "step_limit_s", "fingerprint")
 
 
@@ -214,6 +215,7 @@ class EngineLoop:
             num_waiting_tokens=scheduler.waiting.num_tokens,
             num_blocks=scheduler.pool.num_blocks,
             num_blocks_held=scheduler.pool.num_held,
+            num_prefill_instances=self.remote.num_connected if self.remote else 0,
             block_size=scheduler.pool.block_size,
             num_steps=self._num_steps,
             num_generated_tokens=self._num_generated_tokens,

@@ -54,6 +54,11 @@ class BlockSource(Protocol):
         """Return whether an instance is connected."""
         ...
 
+    @property
+    def num_connected(self) -> int:
+        """Return the number of connected instances."""
+        ...
+
     def begin(self, pull: Pull) -> bool:
         """Let an instance compute the prompt and send its blocks. Return False if none is connected."""
         ...
@@ -91,6 +96,11 @@ class RemotePrefill:
         self._reserved: deque[tuple[int, Pull]] = deque()
         self._launched_before = -1  # steps when the last `poll` ended with blocks held for requests that wait
         self.counters = PullCounters()
+
+    @property
+    def num_connected(self) -> int:
+        """Return the number of prefill instances that are connected."""
+        return self._source.num_connected
 
     @property
     def num_open(self) -> int:

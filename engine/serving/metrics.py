@@ -58,6 +58,7 @@ ENGINE_FAMILIES = (
     ),
     ("llm_preemptions_total", COUNTER, "Requests that gave up their blocks", "num_preemptions"),
     ("llm_wasted_tokens_total", COUNTER, "Tokens computed for cancelled requests", "num_wasted_tokens"),
+    ("llm_prefill_instances", GAUGE, "Prefill instances that are connected", "num_prefill_instances"),
     ("llm_remote_prefills_total", COUNTER, "Prompts that prefill instances were asked for", "num_remote_prefills"),
     (
         "llm_remote_prefill_failures_total",

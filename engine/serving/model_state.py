@@ -43,4 +43,5 @@ def model_state(service: Service, processor: InputProcessor, max_running: int, w
         ],
         fingerprint=int(stats.get("fingerprint", 0)),
         usage=service.rate_limiter.report(),
+        num_prefill_instances=int(stats.get("num_prefill_instances", 0)),
     )

@@ -44,6 +44,12 @@ class Processes:
     start_timeout_s: float = setting(
         1800.0, "START_TIMEOUT", "seconds to wait for readiness before the start fails", minimum=1
     )
+    start_waits_for_machines: bool = setting(
+        True,
+        "START_WAITS_FOR_MACHINES",
+        "with several machines: `start_server` on the master waits for the others; 0: it returns when only they are"
+        " missing, and the server goes on waiting",
+    )
     drain_timeout_s: float = setting(
         30.0, "DRAIN_TIMEOUT", "seconds a stop waits for running requests", minimum=0, maximum=1_000_000
     )

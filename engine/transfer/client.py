@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
+import socket
 import ssl
 import threading
 import time
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 READ_LIMIT = 1 << 22
+NO_PREFILL_INSTANCE = "no prefill instance listens there, on its ENGINE_WORKER_QUEUE_PORT"
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,11 @@ class PrefillClient:
 
     @property
     def is_ready(self) -> bool:
-        return any(each.is_connected for each in self.instances)
+        return self.num_connected > 0
+
+    @property
+    def num_connected(self) -> int:
+        return sum(each.is_connected for each in self.instances)
 
     def begin(self, pull: Pull) -> bool:
         connected = [each for each in self.instances if each.is_connected]
@@ -85,11 +92,12 @@ class PrefillClient:
         self._has_news.set()
 
     def refusals(self, within_s: float) -> list[str]:
-        """Wait until every instance has answered, at most `within_s`. Return the reasons of those that refuse."""
+        """Wait until every instance has answered, at most `within_s`. Return why some of them cannot be used."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline and not all(each.has_answered for each in self.instances):
             time.sleep(0.01)
-        return [f"the prefill instance {each.name} refuses: {each.refusal}" for each in self.instances if each.refusal]
+        refused = [each for each in self.instances if each.refusal]
+        return [f"the prefill instance {each.name} cannot be used: {each.refusal}" for each in refused]
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -123,9 +131,10 @@ class _Instance:
             try:
                 await self._connect_and_read()
             except Exception as error:  # whatever it is, prompts are computed here until the next attempt
-                problem = str(error) or type(error).__name__
+                problem = _text(error)
                 if problem != reason:
-                    log.warning("prefill instance %s: %s; prompts are computed here", self.name, problem)
+                    then = "" if self.refusal else "; prompts are computed here"
+                    log.warning("prefill instance %s: %s%s", self.name, problem, then)
                 reason = problem
             self._lose()
             await asyncio.sleep(RETRY_S)
@@ -148,24 +157,26 @@ class _Instance:
 
     async def _connect_and_read(self) -> None:
         host, port = self._address
-        tls = self._client.tls(host)
+        tls, pulled = self._client.tls(host), self._client.pulled
         opening = asyncio.open_connection(host, port, ssl=tls, limit=READ_LIMIT)
-        reader, self._writer = await messages.within(messages.CONNECT_WITHIN_S, opening)
-        pulled = self._client.pulled
-        self._send(
-            messages.HELLO,
-            self._client.token,
-            pulled.identity,
-            messages.reach(pulled.transfer) if pulled.device else "",
-        )
-        kind, fields, _ = await messages.read(reader, messages.SILENT_S)
+        try:
+            reader, self._writer = await messages.within(messages.CONNECT_WITHIN_S, opening)
+            reach = messages.reach(pulled.transfer) if pulled.device else ""
+            self._send(messages.HELLO, self._client.token, pulled.identity, reach)
+            kind, fields, _ = await messages.read(reader, messages.SILENT_S)
+        except (EOFError, ConnectionResetError, ConnectionAbortedError):  # it may be about to end
+            raise ConnectionError(f"it has closed the connection without an answer; {_about_tls(tls)}") from None
+        except ssl.SSLCertVerificationError as error:
+            kind, fields = messages.REFUSED, (f"its certificate is not accepted: {error.verify_message}",)
+        except (ssl.SSLError, ValueError):
+            kind, fields = messages.REFUSED, (f"{NO_PREFILL_INSTANCE}; {_about_tls(tls)}",)
         self.refusal = fields[0] if kind == messages.REFUSED else ""
         if kind == messages.WELCOME:
             self._epoch, shared, layout = fields
             self.refusal = self._agree(layout) or self._open(shared)
         self.has_answered = True
         if kind != messages.WELCOME or self.refusal:
-            raise messages.TransferRefused(self.refusal or "it is no prefill instance")
+            raise messages.TransferRefused(self.refusal or NO_PREFILL_INSTANCE)
         self.is_connected = True
         log.info(
             "prefill instance %s is connected, KV_TRANSFER=%s", self.name, pulled.transfer if self._is_shared else TCP
@@ -337,3 +348,13 @@ class _Instance:
             self._finish(pull)
         self._pulls.clear()
         self._num_missing.clear()
+
+
+def _about_tls(tls: ssl.SSLContext | None) -> str:
+    return f"TLS_CERT_FILE, which is {'set' if tls else 'not set'} here, must be set on both instances or on neither"
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno and not isinstance(error, (ssl.SSLError, socket.gaierror)):
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__

@@ -119,5 +119,5 @@ def difference(ours: Mapping[str, str], theirs: Any) -> str:
         return "it is another version of this server"
     for name, value in ours.items():
         if theirs[name] != value:
-            return f"the {name} is {value} at the prefill instance and {theirs[name]} at the decode instance"
+            return f"{name} of the prefill instance is {value}, that of the decode instance is {theirs[name]}"
     return ""

@@ -80,7 +80,7 @@ class PrefillServer:
         token, identity, reach = (*fields, "")[:3]
         reason = messages.difference(self.served.identity, identity)
         if not hmac.compare_digest(token.encode(), self.token.encode()):
-            reason = "its API keys are others than those of the prefill instance"
+            reason = "API_KEY and API_KEYS of the prefill instance and the decode instance differ"
         shared = self.served.shared if reach and reach == messages.reach(self.served.transfer) else ()
         welcome = messages.WELCOME, self.epoch, shared, self.served.layout
         writer.write(messages.pack(*((messages.REFUSED, reason) if reason else welcome)))

@@ -109,7 +109,8 @@ def identity(config: Config) -> Mapping[str, str]:
     """Return what two instances must have in common for their blocks to be equal: to the last bit on CPUs and with
     BATCH_INVARIANT=1, if the numbers of ranks are equal as well. `config` has a device."""
     model = model_hash_of_any_ranks(config.graph_path)
-    return {"protocol version": str(PROTOCOL), "model (hash)": model, "device (DEVICE, CPU_ISA)": _arithmetic(config)}
+    of_model = "the model (hash of config.json, which depends on weights, DTYPE and QUANT_TYPE)"
+    return {"the protocol version": str(PROTOCOL), of_model: model, "the device (DEVICE, CPU_ISA)": _arithmetic(config)}
 
 
 def _arithmetic(config: Config) -> str:

@@ -80,6 +80,7 @@ class ModelState(msgspec.Struct, frozen=True, tag="state", array_like=True):
     engines: list[tuple[float, float]] = []  # engine_silent_s and engine_step_s of each engine if there are several
     fingerprint: int = 0  # of the arithmetic of the engine: servers that differ in it compute different answers
     usage: dict[str, tuple[int, float]] = {}  # open requests and recent tokens of API keys with limits, by name
+    num_prefill_instances: int = 0  # connected ones, of a decode instance
     is_end: ClassVar[bool] = True
 
     def fields(self) -> dict[str, Any]:

@@ -173,4 +173,4 @@ def test_a_decode_instance_of_another_model_does_not_start(instances, tmp_path):
     started = server.command("start_server", *options)
     server.command("stop_server", "0")
     assert started.returncode == 1
-    assert f"the prefill instance 127.0.0.1:{port} refuses: the model (hash) is" in started.stdout
+    assert f"the prefill instance 127.0.0.1:{port} cannot be used: the model (hash of config.json" in started.stdout

@@ -88,6 +88,7 @@ def test_the_counters_tell_what_was_done():
         "num_waiting": 0,
         "num_blocks": 16,
         "num_blocks_held": 0,
+        "num_prefill_instances": 0,
         "block_size": 4,
         "num_steps": 4,
         "num_generated_tokens": 6,

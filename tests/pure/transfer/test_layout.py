@@ -94,7 +94,7 @@ def test_an_instance_whose_blocks_cannot_be_converted_is_refused(exported):
         server = serve(a_loop(graph_dir), layout=layout._replace(**changes))
         client = connect(decode, server.port, layout=layout, device=memory, needs_device=True)
         [found] = client.refusals(within_s=5)
-        return found.removeprefix(f"the prefill instance 127.0.0.1:{server.port} refuses: ")
+        return found.removeprefix(f"the prefill instance 127.0.0.1:{server.port} cannot be used: ")
 
     assert refusal(num_bytes=1) == "its blocks have another layout"
     assert refusal(num_ranks=2) == "KV_TRANSFER is cuda_ipc, but it has another number of ranks"

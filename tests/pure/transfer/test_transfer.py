@@ -1,6 +1,9 @@
 """Disaggregation between two engines in one process: equal answers, and computation in place of blocks that fail."""
 
 import contextlib
+import socket
+import ssl
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,10 +260,10 @@ def test_instances_with_another_model_or_other_keys_are_refused(graph_dir):
     loop = a_loop(graph_dir)
     other = connect(loop, server.port, identity={"model": "other"})
     [refusal] = other.refusals(within_s=5)
-    expected = f"the prefill instance 127.0.0.1:{server.port} refuses: the model is tiny at the prefill instance"
-    assert refusal == expected + " and other at the decode instance"
+    expected = f"the prefill instance 127.0.0.1:{server.port} cannot be used: model of the prefill instance is tiny"
+    assert refusal == expected + ", that of the decode instance is other"
     [refusal] = connect(loop, server.port, token="guess").refusals(within_s=5)
-    assert refusal.endswith("its API keys are others than those of the prefill instance")
+    assert refusal.endswith("API_KEY and API_KEYS of the prefill instance and the decode instance differ")
     assert not other.is_ready
 
 
@@ -268,7 +271,7 @@ def test_a_decode_instance_that_has_served_starts_again_when_it_is_refused(graph
     port = serve(a_loop(graph_dir)).port
     settings = {"splitwise_role": "decode", "prefill_instances": f"127.0.0.1:{port}", "graph_dir": str(graph_dir)}
     loop = a_loop(graph_dir)
-    with pytest.raises(ConfigError, match=f"the prefill instance 127.0.0.1:{port} refuses: its API keys are others"):
+    with pytest.raises(ConfigError, match=f"the prefill instance 127.0.0.1:{port} cannot be used: API_KEY and API"):
         start_transfer(loop, Config(**settings), lambda: None)
     start_transfer(loop, Config(**settings, engine_is_back=True), lambda: None)
     assert answers_of_one(loop, [(LONG, FEW)])["0"] == expected
@@ -284,8 +287,34 @@ def test_blocks_are_pulled_through_tls(graph_dir, expected):
     pair.add("0", LONG, FEW)
     assert pair.run()["0"] == expected
     assert decode.remote.counters.num_pulled_blocks == -(-len(LONG) // BLOCK_SIZE)
-    refused = connect(a_loop(graph_dir), server.port)  # without TLS
-    assert not refused.refusals(within_s=0.2) and not refused.is_ready
+
+
+def test_a_port_of_another_server_is_refused(graph_dir):
+    """Otherwise the decode instance would compute all prompts, which an operator might not notice."""
+    loop = a_loop(graph_dir)
+
+    def refuse(of_http):
+        with of_http.accept()[0] as accepted:
+            accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as of_http:
+        thread = threading.Thread(target=refuse, args=[of_http])
+        thread.start()
+        [refusal] = connect(loop, of_http.getsockname()[1]).refusals(within_s=5)
+        thread.join()
+    assert " cannot be used: no prefill instance listens there, on its ENGINE_WORKER_QUEUE_PORT; TLS_CERT" in refusal
+
+
+def test_tls_of_one_side_only_and_unknown_certificates_are_named(graph_dir, caplog):
+    files = {"tls_cert_file": str(CERTIFICATES / "server.pem"), "tls_key_file": str(CERTIFICATES / "server.key")}
+    config, loop = Config(**files), a_loop(graph_dir)
+    with_tls, without = serve(a_loop(graph_dir), server_context(config)), serve(a_loop(graph_dir))
+    connect(loop, with_tls.port)
+    wait_until(lambda: "closed the connection without an answer; TLS_CERT_FILE, which is not set here" in caplog.text)
+    connect(loop, without.port, tls=lambda host: tls_of(config, host))
+    wait_until(lambda: "closed the connection without an answer; TLS_CERT_FILE, which is set here" in caplog.text)
+    [refusal] = connect(loop, with_tls.port, tls=lambda host: ssl.create_default_context()).refusals(within_s=5)
+    assert " cannot be used: its certificate is not accepted: unable to get local issuer certificate" in refusal
 
 
 def test_equal_prompts_share_the_pulled_blocks_and_write_the_last_one_apart(graph_dir):
