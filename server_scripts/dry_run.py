@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.core.cache_groups import PAGED, STATE, CacheGroup
 from engine.errors import ConfigError
 from engine.executors.memory import BlockSizes, check_host_memory, free_memory_bytes, num_blocks
+from engine.executors.nixl_blocks import staging_bytes
 from engine.exporting.export_options import options_of
 from engine.exporting.gguf_folder import as_checkpoint
 from engine.exporting.manifest import Manifest, is_exported
@@ -41,7 +42,8 @@ def dry_run(config: Config, path: Path) -> tuple[list[str], bool]:
         check_host_memory(config)
         if weight_bytes >= free:
             raise ConfigError("the weights alone do not fit")
-        count = num_blocks(config, model_len, sizes, free - weight_bytes)
+        left = max(0, free - weight_bytes - staging_bytes(config, sizes.block_bytes))
+        count = num_blocks(config, model_len, sizes, left)
     except ConfigError as error:
         return [*lines, f"fits      no: {error}"], False
     cache = count * sizes.block_bytes

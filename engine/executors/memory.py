@@ -10,6 +10,7 @@ from typing import NamedTuple
 from engine.core.cache_groups import FULL_ATTENTION, STATE, CacheGroup
 from engine.core.types import Arrival, Batch, Executor, Row, Sampling
 from engine.errors import ConfigError
+from engine.executors.nixl_blocks import staging_bytes
 from engine.settings.config import Config
 from engine.settings.device import GPU, with_device
 
@@ -32,7 +33,8 @@ def allocate_cache(executor: Executor, config: Config, model_len: int) -> int:
     executor.warm_up()
     run_longest_step(executor, config, model_len, small)
     sizes = BlockSizes(executor.block_size, executor.block_bytes, executor.cache_groups)
-    count = num_blocks(config, model_len, sizes, executor.free_bytes())
+    free_bytes = max(0, executor.free_bytes() - staging_bytes(config, executor.block_bytes))
+    count = num_blocks(config, model_len, sizes, free_bytes)
     executor.allocate(count)
     if config.use_warmup:
         run_longest_step(executor, config, model_len, count)

@@ -15,7 +15,7 @@ import numpy as np
 from engine.errors import ConfigError
 from engine.executors.rank_blocks import BlockAccess, Moves, SharedCaches
 from engine.settings.config import Config
-from engine.settings.disaggregation import NIXL
+from engine.settings.disaggregation import DECODE, NIXL
 
 MODULES = "nixl_cu13", "nixl_cu12"  # of the packages nixl-cu13 and nixl-cu12; either works without CUDA
 DEFAULTS = {"NIXL_LOG_LEVEL": "WARN", "UCX_MEM_MMAP_HOOK_MODE": "none"}  # the latter: do not patch malloc
@@ -100,7 +100,7 @@ class NixlBlocks:
 
     def stage(self) -> int:
         region = self._local.region()
-        num_slots = max(MIN_SLOTS, STAGING_BYTES // (region.layer_bytes * len(region.addresses)))
+        num_slots = _num_slots(region.layer_bytes * len(region.addresses))
         self._staged = self._local.stage(num_slots)
         self._register(self._staged)
         return num_slots
@@ -170,6 +170,16 @@ class NixlBlocks:
         found = np.full((starts.size, 3), region.layer_bytes, np.uint64)
         found[:, 0], found[:, 2] = starts.reshape(-1), device
         return self._agent.get_xfer_descs(found, self._local.memory[0])
+
+
+def staging_bytes(config: Config, block_bytes: int) -> int:
+    """Return the size of the staging area of each rank. `block_bytes` is the size of a block of one rank."""
+    is_needed = config.kv_transfer == NIXL and config.splitwise_role == DECODE
+    return _num_slots(block_bytes) * block_bytes if is_needed else 0
+
+
+def _num_slots(block_bytes: int) -> int:
+    return max(MIN_SLOTS, STAGING_BYTES // block_bytes)
 
 
 def with_nixl(local: LocalBlocks, config: Config) -> BlockAccess:

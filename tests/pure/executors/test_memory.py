@@ -7,7 +7,14 @@ import pytest
 from engine.core.cache_groups import CacheGroup
 from engine.errors import ConfigError
 from engine.executors import ranks
-from engine.executors.memory import BlockSizes, check_host_memory, free_memory_bytes, num_blocks, run_longest_step
+from engine.executors.memory import (
+    BlockSizes,
+    allocate_cache,
+    check_host_memory,
+    free_memory_bytes,
+    num_blocks,
+    run_longest_step,
+)
 from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor
 
@@ -213,6 +220,15 @@ def test_a_container_without_a_limit_gives_what_the_machine_has(machine):
 
 def test_this_machine_has_memory():
     assert free_memory_bytes() > 0
+
+
+def test_the_memory_to_which_a_decode_instance_reads_blocks_is_not_the_caches():
+    executor, settings = CountingExecutor(), {"batch_size": 1024, "max_seq_len": 2**20, "max_dec_len": 2**20}
+    executor.block_bytes, executor.free_bytes = 2**20, lambda: GIB
+    decode = {"splitwise_role": "decode", "prefill_instances": "10.0.0.1:7013"}
+    for kv_transfer, expected in (("nixl", 448), ("tcp", 512)):  # half of 1 GiB without 128 MiB, half of 1 GiB
+        assert allocate_cache(executor, Config(**settings, **decode, kv_transfer=kv_transfer), 2**21) == expected
+    assert allocate_cache(executor, Config(**settings, splitwise_role="prefill", kv_transfer="nixl"), 2**21) == 512
 
 
 def test_windows_need_no_more_blocks_than_they_reach():
