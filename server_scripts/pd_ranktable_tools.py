@@ -43,8 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, table in files.items():
             (given.save_dir / name).write_text(json.dumps(table, indent=4) + "\n", encoding="utf-8")
             print(given.save_dir / name)
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         print(f"pd_ranktable_tools.py: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"pd_ranktable_tools.py: --save-dir: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 

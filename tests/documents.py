@@ -398,6 +398,7 @@ OF_TABLES: Started = {
     "SERVICE_HTTP_PORT": "8089",
     "PREFILL_INSTANCES": "localhost:8488",
     "REPLICAS": "localhost:8189",
+    "SERVICE_GRPC_PORT": "8189",
     "MP_NUM": "2",
     "CUDA_VISIBLE_DEVICES": "6,7",
 }

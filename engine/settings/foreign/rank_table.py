@@ -11,6 +11,7 @@ from engine.settings.foreign.row import RANK_TABLE, OptionRow, ignored, refused
 from engine.settings.rank_tables import GLOBAL, LOCAL, PORTS, Deployment, read_deployment
 
 TOOL = "it is an option of pd_ranktable_tools.py"
+OPEN_PORTS = {PREFILL: "engine_worker_queue_port", DECODE: "service_grpc_port"}  # which other instances connect to
 
 
 def settings_of_tables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -23,10 +24,12 @@ def settings_of_tables(environ: Mapping[str, str]) -> dict[str, str]:
     found = {"SPLITWISE_ROLE": role}
     if deployment.own_port:
         found["SERVICE_HTTP_PORT"] = str(deployment.own_port)
+        name = OPEN_PORTS[role]
+        found[name.upper()] = str(deployment.own_port + PORT_OFFSETS[name])
     if role == DECODE:
-        found["PREFILL_INSTANCES"] = _addresses(deployment, PREFILL, "engine_worker_queue_port")
+        found["PREFILL_INSTANCES"] = _addresses(deployment, PREFILL)
     if role in (DECODE, SCHEDULER):
-        found["REPLICAS"] = _addresses(deployment, DECODE, "service_grpc_port")
+        found["REPLICAS"] = _addresses(deployment, DECODE)
     if devices := deployment.instance.device_ids:
         found["MP_NUM"] = str(len(devices))
     for name, value in found.items():
@@ -37,9 +40,9 @@ def settings_of_tables(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _addresses(deployment: Deployment, role: str, port_name: str) -> str:
+def _addresses(deployment: Deployment, role: str) -> str:
     """Return the addresses of all instances with this role. Raises ConfigError if there is none."""
-    found = [f"{in_url(each.host)}:{port + PORT_OFFSETS[port_name]}" for each, port in deployment.workers(role)]
+    found = [f"{in_url(each.host)}:{port + PORT_OFFSETS[OPEN_PORTS[role]]}" for each, port in deployment.workers(role)]
     if not found:
         raise ConfigError(f"{GLOBAL} has no {role} instance")
     return ",".join(found)

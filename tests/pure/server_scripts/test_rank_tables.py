@@ -90,6 +90,7 @@ def test_merged_tables_keep_the_order_of_the_machines(tables, tmp_path, monkeypa
         ("gen", "needs --prefill-server-list, --decode-server-list or --api-server"),
         ("merge --global-ranktable-list {0} {0}", "has 2 schedulers, 10.0.0.18 and 10.0.0.18"),
         ("merge --global-ranktable-list none.json", "'none.json', which cannot be read"),
+        ("gen --prefill-server-list 4 --save-dir /proc/none", "--save-dir: /proc/none: No such file or directory"),
     ],
 )
 def test_a_wrong_table_is_refused_with_the_reason(tables, tmp_path, capsys, arguments, problem):
@@ -110,6 +111,10 @@ def test_a_wrong_table_is_refused_with_the_reason(tables, tmp_path, capsys, argu
         ({"part": "host", "port": 8088}, "the scheduler's own --port 8088"),
         ({"part": "89"}, "local_rank_table_10.0.0.18_89.json', which cannot be read"),
         ({"MP_NUM": "4"}, "MP_NUM is 4, the rank tables give the decode instance 10.0.0.18, devices 6,7 2"),
+        (
+            {"SERVICE_GRPC_PORT": "9112"},
+            "SERVICE_GRPC_PORT is 9112, the rank tables give the decode instance .* 8189",
+        ),
         ({"NODE_PORTS": ""}, "GLOBAL_RANK_TABLE_FILE_PATH is set, so NODE_PORTS must be set as well"),
     ],
 )
