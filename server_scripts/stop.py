@@ -45,7 +45,8 @@ def main() -> int:
     given = parser.parse_args()
     # Only these settings are read, so that a wrong one elsewhere cannot prevent a stop.
     try:
-        config = Config(**folders_of({**os.environ, **settings_of_tables(os.environ)}))
+        of_tables = {} if os.environ.get("RUN_DIR") else settings_of_tables(os.environ)  # those of another instance
+        config = Config(**folders_of({**os.environ, **of_tables}))
         if config.run_path.exists():
             return stop(RunDir(config.run_path), given.seconds)
         report_no_server(config.run_path)

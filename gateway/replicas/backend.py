@@ -64,15 +64,19 @@ class ReplicatedBackend:
 
     async def probe(self, with_metrics: bool = False) -> ModelState:
         """Return the state of this server's model, or that of another replica if this server cannot answer."""
-        try:
-            state = await self.replicas.local.backend.probe(with_metrics)
-        except EngineUnavailable:
-            state = None
+        state = None
+        with contextlib.suppress(EngineUnavailable):
+            if self.replicas.has_model:
+                state = await self.replicas.local.backend.probe(with_metrics)
         others = [each.state for each in self.replicas.others if each.state and each.state.ready]
         if (state is None or not state.ready) and others:
             state = others[0]
         if state is None:
-            raise ModelUnreachable("the model server does not answer, and no other replica does")
+            reasons = "; ".join(f"{each.name}: {each.reason}" for each in self.replicas.others)
+            problem = "no decode instance answers"
+            if self.replicas.has_model:
+                problem = "the model server does not answer, and no other replica does"
+            raise ModelUnreachable(f"{problem} ({reasons or 'REPLICAS has no other server that can be found'})")
         if not with_metrics:
             return state
         return msgspec.structs.replace(state, metrics=[*(state.metrics or ()), *samples(self.replicas)])

@@ -114,7 +114,9 @@ class ReplicaSet:
 
     def start(self) -> None:
         """Begin to resolve the names and to poll."""
-        self._tasks = [asyncio.create_task(self._watch_local()), asyncio.create_task(self._resolve())]
+        self._tasks = [asyncio.create_task(self._resolve())]
+        if self.has_model:
+            self._tasks.append(asyncio.create_task(self._watch_local()))
 
     async def close(self) -> None:
         """Stop polling and close all connections."""

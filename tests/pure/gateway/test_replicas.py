@@ -14,7 +14,7 @@ from engine.placement import KnownPrefixes
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain
 from engine.wire import Delta, Final, ModelState, Owner, Usage, owner_of, write_answer
-from gateway.backend import ModelLost
+from gateway.backend import ModelLost, ModelUnreachable
 from gateway.metrics import as_text
 from gateway.replicas import backend as replicated
 from gateway.replicas.backend import ReplicatedBackend, with_seed
@@ -310,6 +310,27 @@ def test_a_full_replica_is_skipped_and_if_all_are_full_the_client_learns_it():
         assert text_of(await answer_of(replicas)) == "a"
         with pytest.raises(Overloaded, match="full"):
             await answer_of(set_of((Overloaded("full"),), (Overloaded("full"),)))
+
+    run(scenario())
+
+
+def test_a_front_end_that_no_model_answers_names_the_others_and_their_reasons():
+    async def scenario():
+        replicas = set_of((), ())
+
+        async def probe(with_metrics):
+            raise EngineUnavailable("gone")
+
+        replicas.local.backend.probe = probe
+        replicas.fakes[0].suspend("unavailable: connection refused")
+        with pytest.raises(ModelUnreachable, match="no other replica does .replica 0: unavailable: connection refused"):
+            await ReplicatedBackend(replicas).probe()
+        replicas.has_model, replicas.local.backend.probe = False, None  # a scheduler asks no model of its own
+        with pytest.raises(ModelUnreachable, match="^no decode instance answers .replica 0: unavailable"):
+            await ReplicatedBackend(replicas).probe()
+        replicas.fakes.clear()
+        with pytest.raises(ModelUnreachable, match="REPLICAS has no other server that can be found"):
+            await ReplicatedBackend(replicas).probe()
 
     run(scenario())
 

@@ -17,7 +17,7 @@ from engine.settings.foreign.rank_table import settings_of_tables
 from server_scripts import pd_ranktable_tools as tool
 from server_scripts.scheduler import check_instances
 from tests.documents import GLOBAL_TABLE, LOCAL_TABLE
-from tests.server import free_ports
+from tests.server import a_server, free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 GEN = "--mode gen --prefill-server-list 4,5 --decode-server-list 6,7 --api-server --save-dir"
@@ -156,6 +156,16 @@ def test_a_scheduler_notices_that_instances_listen_on_each_others_ports(tmp_path
         with pytest.raises(ConfigError, match=f"prefill instance .* has port {decode}, but a decode instance listens"):
             check_instances({**variables, "NODE_PORTS": f"{decode},{prefill}"})
     check_instances({**variables, "NODE_PORTS": f"{decode},{prefill}"})  # what does not run cannot be checked
+
+
+def test_stop_server_with_the_run_directory_of_an_instance_needs_no_table(tables, tmp_path):
+    """`start_server` prints such a command, and the shell may have only some of the variables."""
+    variables = {"GLOBAL_RANK_TABLE_FILE_PATH": str(tmp_path / "global_ranktable_10.0.0.18.json")}
+    server = a_server(tmp_path / "server", variables)
+    done = server.command("stop_server")
+    assert (done.returncode, done.stderr) == (0, "")
+    del server.env["RUN_DIR"]
+    assert "so RANK_TABLE_FILE_PATH must be set as well" in server.command("stop_server").stderr
 
 
 def test_start_servers_refuses_a_wrong_order_of_ports_within_a_second(tables, tmp_path):
