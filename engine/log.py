@@ -29,5 +29,5 @@ def printable(text: str) -> str:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Further lines are indented: only a log line begins like one."""
+        """Format a record. Further lines of it are indented, so that only log lines begin like one."""
         return printable(super().format(record)).replace("\n", "\n    ")

@@ -150,7 +150,8 @@ def read_program(path: Path) -> Program:
 
 
 def _read_json(document: dict[str, Any]) -> Program:
-    """Paddle 3.0 wrote names in full; later ones are numbers of dialects, and a parameter is a `p`."""
+    """Read the names of a program in JSON. Paddle 3.0 wrote names in full; later ones are numbers of dialects, and a
+    parameter is a `p`."""
     parameters, ops = [], []
     for region in document["program"]["regions"]:
         for op in (op for block in region["blocks"] for op in block["ops"]):
@@ -166,7 +167,7 @@ def _read_json(document: dict[str, Any]) -> Program:
 
 
 def _read_protobuf(data: bytes) -> Program:
-    """ProgramDesc: its blocks are field 1, a block's variables 3 and its ops 4."""
+    """Read the names of a ProgramDesc: its blocks are field 1, a block's variables 3 and its ops 4."""
     parameters, ops = [], []
     blocks = [block for field, block in fields(data) if field == 1]
     for field, message in (item for block in blocks for item in fields(block)):

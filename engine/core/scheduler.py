@@ -39,7 +39,7 @@ class Scheduler:
     """
 
     def __init__(self, pool: BlockPool, limits: Limits, images: ImageQueue | None = None):
-        """`images` encodes the images of requests; without it, requests with pixels are refused."""
+        """Schedule requests on `pool`. `images` encodes their images; without it, requests with pixels are refused."""
         assert limits.max_batched_tokens >= limits.max_batch
         self.pool = pool
         self.limits = limits

@@ -157,7 +157,7 @@ class Matcher:
             self.fail(InvalidRequest(text, field=self.field))
 
     def fail(self, error: RequestError) -> None:
-        """There will be no more masks; the next step ends the answer."""
+        """Set an error: there will be no more masks, and the next step ends the answer."""
         self.failure, self.is_ready, self._forced, self.mask = error, True, (), NO_MASK
 
     def __del__(self) -> None:

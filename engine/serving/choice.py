@@ -45,7 +45,7 @@ class Choice:
 
     @property
     def known_token_ids(self) -> list[int]:
-        """Token ids received from the engine."""
+        """Return the token ids received from the engine."""
         return self.answer.token_ids + [token_id for token_id, _ in self.pending]
 
     @property

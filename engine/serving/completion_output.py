@@ -34,7 +34,7 @@ class CompletionOutput:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log-probability of the tokens whose log-probability is known; 0 if there is none."""
+        """Return the mean log-probability of the tokens whose log-probability is known; 0 if there is none."""
         stop_token = [self.stop_token[1]] if self.stop_token else []
         known = [each.chosen for each in (*self.logprobs, *stop_token) if each]
         return sum(known) / max(len(known), 1)

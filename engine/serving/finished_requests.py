@@ -29,7 +29,7 @@ class FinishedRequest:
 
     @cached_property
     def size(self) -> int:
-        """Memory of the request in units of one token without logprobs."""
+        """Return the memory of the request in units of one token without logprobs."""
         state = self.state
         has_logprobs = state.prompt.sampling.num_logprobs >= 0
         num_bytes = sum(len(image.url) for image in state.request.images)

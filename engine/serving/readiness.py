@@ -57,7 +57,7 @@ class Readiness:
 
     @property
     def stopping(self) -> EngineUnavailable:
-        """Error of requests that the shutdown refuses or ends."""
+        """Return the error of requests that the shutdown refuses or ends."""
         return EngineUnavailable(self._end.why if self._end else Stopping.why)
 
     def is_drain_over(self) -> bool:

@@ -80,7 +80,7 @@ class Reply:
 
     @property
     def error_kind(self) -> str:
-        """Kind of the error that ended the request, or an empty string."""
+        """Return the kind of the error that ended the request, or an empty string."""
         return self.error.kind if self.error else ""
 
     def submissions(self) -> list[Submission]:
@@ -134,7 +134,7 @@ class Reply:
 
     @property
     def first_id(self) -> str:
-        """Engine id of the first open choice, which stands for all choices in the engine's waiting queue."""
+        """Return the engine id of the first open choice, which stands for all choices in the engine's waiting queue."""
         return self._engine_id(next((choice for choice in self.choices if choice.is_open), self.choices[0]))
 
     @property

@@ -39,7 +39,7 @@ class Machines:
 
     @property
     def why_not_served(self) -> str:
-        """Reason with which this host refuses requests; empty on the host that serves them."""
+        """Return the reason with which this host refuses requests; empty on the host that serves them."""
         if self.is_master:
             return ""
         *others, last = map(str, self.ranks)

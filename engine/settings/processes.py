@@ -125,7 +125,7 @@ class Processes:
 
     @property
     def triton_target(self) -> str:
-        """Address of tritonserver's socket in gRPC's notation."""
+        """Return the address of tritonserver's socket in gRPC's notation."""
         return f"unix:{quote(str(self.triton_socket))}"
 
     @property

@@ -110,7 +110,7 @@ class SentencePiece:
 
     @cached_property
     def _user_defined(self) -> list[str]:
-        """User-defined symbols, which are never split or merged."""
+        """Return the user-defined symbols, which are never split or merged."""
         return [piece.text for piece in self.pieces if piece.kind == USER_DEFINED]
 
     def _splits(self) -> Iterator[Any]:

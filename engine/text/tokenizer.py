@@ -73,12 +73,12 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Largest token id plus one. The vocabulary of the model may be larger."""
+        """Return the largest token id plus one. The vocabulary of the model may be larger."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Size of the longest token, in bytes."""
+        """Return the size of the longest token, in bytes."""
         return max(len(self.token_table[token_id]) for token_id in self._backend.get_vocab().values())
 
     def encode(self, text: str, add_special_tokens: bool = True, pair: str | None = None) -> list[int]:

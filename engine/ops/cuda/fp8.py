@@ -40,6 +40,8 @@ WIDENED = 32  # rows of weights of a program
 
 
 class Fp8SkinnyTile(NamedTuple):
+    """Tile of a program of the skinny kernel, and how it runs."""
+
     slices: int  # of the columns, which warps take by turns
     rows: int  # of weights
     lines: int  # of each row, of 128 bytes, that it asks for before its inputs are there
@@ -48,6 +50,8 @@ class Fp8SkinnyTile(NamedTuple):
 
 
 class HighLowTile(NamedTuple):
+    """Tile of a program of `high_low_gemm`, and how it runs."""
+
     rows: int
     columns: int
     num_warps: int

@@ -20,6 +20,8 @@ FP8_BEFORE, FP8_AFTER = tl.constexpr(2.0**64), tl.constexpr(2.0**56)
 
 
 class Fp8GemvTile(NamedTuple):
+    """Tile of a program, and how it runs."""
+
     rows: int  # of weights
     warps: int
     registers: int  # so few that many programs run at once

@@ -28,6 +28,8 @@ ONES = tl.constexpr(0x01010101)  # four codes
 
 
 class GemvTile(NamedTuple):
+    """Tile of a program, and how it runs."""
+
     chunks: int  # of a row of weights
     rows: int  # of weights, that a program has at a time
     warps: int
@@ -216,7 +218,7 @@ def _four(own):
 
 @triton.jit
 def _joined(a, b, c, d):
-    """Back again."""
+    """Join what `_four` has split."""
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], a.shape[1], 4))
 
 

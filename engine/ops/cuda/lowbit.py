@@ -37,6 +37,8 @@ HALF = WORDS // 2
 
 
 class PackedWeight(NamedTuple):
+    """Weight in the layout that the kernels read."""
+
     words: Tensor  # i16 [N, blocks, 64 or 32], or i8 [N, blocks, 128]: the codes themselves
     scale: Tensor  # f32 [N], or i64 [blocks, N]: four bf16, one for each part of a block
     zero: Tensor | None = None  # as such a scale, less 8

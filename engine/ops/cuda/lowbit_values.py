@@ -135,6 +135,7 @@ def _weights(words, scales, zeros, PART: tl.constexpr, HAS_ZERO: tl.constexpr):
 
 @triton.jit
 def bytes_of(words):
+    """Return the codes in the lower and in the upper bytes of words, as numbers."""
     if INTERPRETED:
         return ((words << 8) >> 8).to(tl.float32), (words >> 8).to(tl.float32)
     else:
