@@ -13,8 +13,8 @@ class KnownPrefixes:
     """Keys of the prompts that an engine or a server has computed. The least recently used ones are forgotten, as in
     its cache."""
 
-    def __init__(self, keys: Iterable[bytes] = ()) -> None:
-        self._keys: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, keys: Iterable[bytes], most: int = MAX_KNOWN_KEYS) -> list[bytes]:
         """Add the keys, keep at most `most` of all, and return those that are new."""

@@ -27,7 +27,7 @@ class RunningQueue:
     run and share its blocks.
     """
 
-    def __init__(self, cache: KVCacheManager, limits: Limits, counters: Counters, images: ImageQueue | None = None):
+    def __init__(self, cache: KVCacheManager, limits: Limits, counters: Counters, images: ImageQueue | None):
         self.cache = cache
         self._images = images
         self.waiting = WaitingQueue()  # without forks: their leaders wait for them

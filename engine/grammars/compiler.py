@@ -12,7 +12,7 @@ from functools import partial
 from os import WIFSIGNALED, WTERMSIG
 
 from engine.errors import EngineUnavailable, Overloaded, RequestError, literally
-from engine.grammars.budget import CompileBudget
+from engine.grammars.compile_budget import CompileBudget
 from engine.grammars.matcher import CompiledGrammar
 from engine.grammars.processes import Exit
 from engine.grammars.refusals import Refusal, Refusals, refusal_of_exit

@@ -32,9 +32,9 @@ class BlockFormat:
         return self.name in ("Q4_1", "Q4_K")
 
 
-def _f16(raw: np.ndarray, start: int, count: int = 1) -> np.ndarray:
-    """Return 16-bit floats from byte `start` on, f32 [n, count]."""
-    return np.ascontiguousarray(raw[:, start : start + 2 * count]).view(np.float16).astype(np.float32)
+def _f16(raw: np.ndarray, start: int) -> np.ndarray:
+    """Return the 16-bit floats at byte `start`, f32 [n, 1]."""
+    return np.ascontiguousarray(raw[:, start : start + 2]).view(np.float16).astype(np.float32)
 
 
 def _halves(packed: np.ndarray) -> np.ndarray:

@@ -57,9 +57,9 @@ def ropes_by_layer_type(
     return ropes[0], replace(ropes[1], name="inv_freq_sliding")
 
 
-def no_rotation(name: str = "inv_freq_none") -> Rope:
+def no_rotation() -> Rope:
     """Return the rope of layers without rotation: all angles are zero."""
-    return Rope(np.zeros(1, np.float32), name=name)
+    return Rope(np.zeros(1, np.float32), name="inv_freq_none")
 
 
 def _read(keys: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> Rope:

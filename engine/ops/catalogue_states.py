@@ -34,7 +34,7 @@ STATE_OPS = (
         input of position `p` in line `p % {HISTORY}`.""",
         requires=("C % head_dim == 0", "head_dim % 16 == 0", f"K <= {HISTORY - MAX_REJECTED + 1}"),
         header="causal_conv.h",
-        cuda="states",
+        cuda="recurrent_states",
         is_row_wise=False,
     ),
     Op(

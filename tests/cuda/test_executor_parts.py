@@ -14,6 +14,7 @@ from engine.errors import ConfigError  # noqa: E402
 from engine.executors.cuda import weights  # noqa: E402
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE, Caches  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.executors.cuda.host_transfers import IN_FLIGHT, Download, Uploads  # noqa: E402
 from engine.executors.cuda.step_graphs import (  # noqa: E402
     Shape,
     StepGraphs,
@@ -25,7 +26,6 @@ from engine.executors.cuda.step_graphs import (  # noqa: E402
     prompt_shapes,
     verifying_shapes,
 )
-from engine.executors.cuda.transfer import IN_FLIGHT, Download, Uploads  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.models.constants import constants_of  # noqa: E402
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec  # noqa: E402

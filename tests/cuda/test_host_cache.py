@@ -14,7 +14,7 @@ from engine.executors.cuda import host_cache  # noqa: E402
 from engine.executors.cuda.cache import Caches  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.host_cache import HostCache  # noqa: E402
-from engine.executors.cuda.transfer import IN_FLIGHT  # noqa: E402
+from engine.executors.cuda.host_transfers import IN_FLIGHT  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec  # noqa: E402
 from engine.settings.config import Config  # noqa: E402

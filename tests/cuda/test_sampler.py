@@ -5,8 +5,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
+from engine.executors.cuda.host_transfers import Uploads  # noqa: E402
 from engine.executors.cuda.sampling import fields_to_send  # noqa: E402
-from engine.executors.cuda.transfer import Uploads  # noqa: E402
 from engine.ops import reference  # noqa: E402
 from engine.ops.cuda.sampler import Cuts, sample, top_k_top_p  # noqa: E402
 from engine.ops.sampling_rows import SampledRows  # noqa: E402

@@ -136,7 +136,7 @@ class CallList:
     """Calls of a graph, and the memory of the values that they compute. `kept` are the ids of values that are read
     after the calls, beside the outputs."""
 
-    def __init__(self, graph: Graph, of_logits: str, kept: Sequence[int] = ()):
+    def __init__(self, graph: Graph, of_logits: str, kept: Sequence[int]):
         self._graph = graph
         self._root = _roots(graph)
         self._of_logits = graph.values_by_rows_of(of_logits)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.executors.cuda import compilation, ipc
 from engine.executors.cuda.cache import Caches
-from engine.executors.cuda.transfer import Download, Uploads
+from engine.executors.cuda.host_transfers import Download, Uploads
 from engine.executors.nixl_blocks import Region
 from engine.executors.rank_blocks import STAGED, Moves, SharedCaches
 from engine.ops.cuda.block_copy import copy_blocks

@@ -16,7 +16,7 @@ from engine.core.types import Batch, Row
 from engine.executors.cuda.draft_graph import DEPTH, RING, CudaDraftGraph
 from engine.executors.cuda.draft_runs import STATE_ROWS, fields_of
 from engine.executors.cuda.executor import CudaExecutor
-from engine.executors.cuda.transfer import Download
+from engine.executors.cuda.host_transfers import Download
 from engine.executors.draft_slots import DraftSlots, SlotSizes, graph_inputs
 from engine.executors.model_drafts import SHORT, DraftRow
 from engine.executors.rank_drafts import RankDraftGraph

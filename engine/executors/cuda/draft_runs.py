@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE
+from engine.executors.cuda.host_transfers import IN_FLIGHT, Uploads
 from engine.executors.cuda.program import CudaProgram
 from engine.executors.cuda.sampling import ALWAYS
 from engine.executors.cuda.step_graphs import Arrays, Shape, apart, decode_shapes, empty_step, filled_up, padded
-from engine.executors.cuda.transfer import IN_FLIGHT, Uploads
 from engine.models.layers import PREVIOUS_STATES
 from engine.ops.cuda.drafted_tokens import DraftedTokens
 from engine.ops.cuda.prefill_attention import KnownStarts

@@ -26,12 +26,12 @@ from engine.executors.cuda.draft_graph import CudaDraftGraph
 from engine.executors.cuda.expert_counter import DeviceCounter
 from engine.executors.cuda.host_cache import HostCache
 from engine.executors.cuda.host_experts import HostExperts
+from engine.executors.cuda.host_transfers import Download, Uploads
 from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, CudaProgram, Inputs, Outputs
 from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
 from engine.executors.cuda.step_graphs import CHOICE, KEPT_ROWS, Arrays, Captured, StepGraphs, not_captured
-from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.cuda.vision_encoder import CudaVisionEncoder
 from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
 from engine.executors.expert_usage import ExpertUsage, routed_layers

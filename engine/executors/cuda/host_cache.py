@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.core.types import Copy, Swaps
 from engine.errors import ConfigError
 from engine.executors.cuda.cache import Caches
-from engine.executors.cuda.transfer import Uploads
+from engine.executors.cuda.host_transfers import Uploads
 from engine.settings.config import Config
 
 STAGE_BYTES = 1 << 28  # in each direction; with more in one step, the device waits for the bus

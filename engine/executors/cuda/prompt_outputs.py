@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.core.types import PromptOutputs
+from engine.executors.cuda.host_transfers import Download
 from engine.executors.cuda.program import Outputs
-from engine.executors.cuda.transfer import Download
 from engine.executors.prompt_outputs import Specs, make_outputs, scored_rows
 from engine.ops.cuda.sampler import compute_logprobs
 from engine.ops.sampling_rows import SampledRows

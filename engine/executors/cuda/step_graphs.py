@@ -24,9 +24,9 @@ from torch import Tensor
 from engine.core.cache_groups import table_name
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE
 from engine.executors.cuda.compilation import KernelCompiler
+from engine.executors.cuda.host_transfers import IN_FLIGHT
 from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, Inputs, Outputs
 from engine.executors.cuda.sampling import CAPTURED
-from engine.executors.cuda.transfer import IN_FLIGHT
 from engine.executors.spans import SlotSpans
 from engine.models.layers import SPAN_EMBEDDINGS
 from engine.ops.cuda.offloaded_experts import IN_PLACE

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.core.image_queue import EncodedPart
 from engine.core.spans import PromptSpan
+from engine.executors.cuda.host_transfers import Download, Uploads
 from engine.executors.cuda.program import CudaProgram, Inputs
-from engine.executors.cuda.transfer import Download, Uploads
 from engine.executors.image_inputs import ImageInputs
 from engine.models.vision import EMBEDDINGS, PATCHES, SEGMENT_ENDS, WINDOW_ENDS
 from engine.ops.cuda.vision import QueryTiles, query_tiles

@@ -39,7 +39,7 @@ class StepLimits(NamedTuple):
     num_groups: int = 1  # cache groups
 
 
-def warm_up_batches(limits: StepLimits, fresh_lengths: Sequence[int] = ()) -> Iterator[Batch]:
+def warm_up_batches(limits: StepLimits, fresh_lengths: Sequence[int]) -> Iterator[Batch]:
     """Yield batches of every kind: prompts of all size classes, new and continued, many short ones, mixtures with
     decoding requests, all ways of sampling, and prompts whose log-probabilities and hidden states are wanted.
 

@@ -30,7 +30,7 @@ from engine.ops.cuda.delta_rule_decode import decode_step
 from engine.ops.cuda.gates import gated_rms_norm
 from engine.ops.cuda.launch import PDL, new_indices
 from engine.ops.cuda.prefill_attention import KnownStarts
-from engine.ops.cuda.states import causal_conv, starts_of, words_of
+from engine.ops.cuda.recurrent_states import causal_conv, starts_of, words_of
 
 CHUNK, KEPT = kernels.CHUNK.value, kernels.KEPT.value
 assert MAX_REJECTED + CHUNK <= KEPT and 2 * KEPT + CHUNK <= OPEN

@@ -29,7 +29,7 @@ from engine.ops.cuda.delta_rule_kernels import (
     state_at,
 )
 from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
-from engine.ops.cuda.states import line_at
+from engine.ops.cuda.recurrent_states import line_at
 
 COLUMNS = tl.constexpr(16)  # of a value head, for a program of `scan_chunks`, which is one warp
 PRODUCTS = tl.constexpr((2 * CHUNK.value + 4) * CHUNK.value)  # numbers that `prepare_chunks` stores

@@ -22,7 +22,7 @@ from engine.ops.cuda.delta_rule_kernels import (
     state_at,
 )
 from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
-from engine.ops.cuda.states import line_at
+from engine.ops.cuda.recurrent_states import line_at
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.recurrent_states import line_at
 from engine.ops.cuda.rotate_and_cache import request_of
-from engine.ops.cuda.states import line_at
 
 PRECISION = tl.constexpr("tf32x3")  # of the matrix products: that of float32
 CHUNK = tl.constexpr(16)  # positions between two states

@@ -14,7 +14,7 @@ from engine.core.grammar import MaskRow
 from engine.core.types import Request, Sampling
 from engine.errors import Cancelled, InvalidRequest, Overloaded, RequestError, SetupError, TokenizerError
 from engine.grammars import compiler, pool, workers
-from engine.grammars.budget import CompileBudget
+from engine.grammars.compile_budget import CompileBudget
 from engine.grammars.pool import GrammarPool
 from engine.settings.config import Config
 from server_scripts.run_dir import children_of

@@ -20,7 +20,7 @@ from engine.ops.cuda.invariant.attention import head_norm_paged_attention, paged
 from engine.ops.cuda.invariant.fp8 import gated_linear_a8w8_fp8, linear_a8w8_fp8
 from engine.ops.cuda.invariant.mla import latent_attention
 from engine.ops.cuda.invariant.products import gated_linear, linear, logits
-from engine.ops.cuda.states import causal_conv
+from engine.ops.cuda.recurrent_states import causal_conv
 
 __all__ = [
     "causal_conv",
