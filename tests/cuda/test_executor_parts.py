@@ -18,12 +18,12 @@ from engine.executors.cuda.host_transfers import IN_FLIGHT, Download, Uploads  #
 from engine.executors.cuda.step_graphs import (  # noqa: E402
     Shape,
     StepGraphs,
-    apart,
     decode_shapes,
-    empty_step,
-    filled_up,
-    not_captured,
+    padded_inputs,
+    padding_step,
     prompt_shapes,
+    uncaptured_inputs,
+    unpack_inputs,
     verifying_shapes,
 )
 from engine.executors.memory import allocate_cache  # noqa: E402
@@ -141,13 +141,13 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     inputs = step_inputs(rows)
     graphs = StepGraphs(SETTINGS, 4, device)
     graphs.null_block = caches.null_block
-    empty = empty_step(Shape(*shape), 0)
-    numbers = apart(on_device(inputs, empty, device), empty)
+    empty = padding_step(Shape(*shape), 0)
+    numbers = unpack_inputs(on_device(inputs, empty, device), empty)
     tables = torch.full((shape[1], 40), caches.null_block, dtype=torch.int32, device=device)
-    own = graphs._stacked([inputs["block_tables"]], shape[1], MIN_BLOCK_SIZE)
+    own = graphs._stack_tables([inputs["block_tables"]], shape[1], MIN_BLOCK_SIZE)
     tables[:, : own.shape[1]] = torch.from_numpy(own).to(device)
-    few = Shape(*shape).few
-    known = {"query_starts": KnownStarts(numbers["query_starts"], few=few)} if few else {}
+    usual_tokens = Shape(*shape).usual_tokens
+    known = {"query_starts": KnownStarts(numbers["query_starts"], usual_tokens=usual_tokens)} if usual_tokens else {}
     found = executor._compute({**numbers, "block_tables": tables, **known}).logits[: len(inputs["logit_rows"])].clone()
     written = {name: tensor.clone() for name, tensor in caches.tensors.items()}
     for name, tensor in caches.tensors.items():
@@ -159,7 +159,7 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
 
 
 def on_device(inputs, empty, device):
-    return torch.from_numpy(np.concatenate(filled_up(inputs, empty))).to(device)
+    return torch.from_numpy(np.concatenate(padded_inputs(inputs, empty))).to(device)
 
 
 def step_inputs(rows):
@@ -209,25 +209,25 @@ def test_padding_of_several_cache_groups_has_blocks_for_all_its_tokens(device):
     graphs = StepGraphs(dataclasses.replace(SETTINGS, use_cudagraph=False), 8, device, num_groups=2)
     graphs.null_block = 9
     tables = [np.full((2, 1), group, np.int32) for group in range(2)]
-    stacked = graphs._stacked(tables, 4, num_padding=2 * MIN_BLOCK_SIZE + 1)
+    stacked = graphs._stack_tables(tables, 4, num_padding=2 * MIN_BLOCK_SIZE + 1)
     assert stacked.tolist() == [[0, 9, 9], [0, 9, 9], [9] * 3, [9] * 3, [1, 9, 9], [1, 9, 9], [9] * 3, [9] * 3]
-    assert graphs._stacked(tables[:1], 4).tolist() == [[0], [0], [9], [9]]
+    assert graphs._stack_tables(tables[:1], 4).tolist() == [[0], [0], [9], [9]]
 
 
 def test_positions_in_three_rows_are_filled_up_at_the_end_of_each(device):
-    empty = {**empty_step(Shape(4, 2, 2), 9), "positions": np.zeros((3, 4), np.int32)}
+    empty = {**padding_step(Shape(4, 2, 2), 9), "positions": np.zeros((3, 4), np.int32)}
     positions = np.arange(1, 10, dtype=np.int32).reshape(3, 3)
-    found = array(apart(on_device({"positions": positions}, empty, device), empty)["positions"])
+    found = array(unpack_inputs(on_device({"positions": positions}, empty, device), empty)["positions"])
     assert found.tolist() == [[1, 2, 3, 0], [4, 5, 6, 0], [7, 8, 9, 0]]
-    assert not_captured({"positions": np.zeros((3, 5), np.int32)}, empty).keys() == {"positions"}
-    assert not not_captured({"positions": positions}, empty)
+    assert uncaptured_inputs({"positions": np.zeros((3, 5), np.int32)}, empty).keys() == {"positions"}
+    assert not uncaptured_inputs({"positions": positions}, empty)
 
 
 def test_a_captured_decode_step_takes_sampling_inputs(device):
     """Each number is in its place, whatever its type. Padding rows are greedy and use the padding slot. With more rows
     than the graph has, none of these inputs is written.
     """
-    inputs, empty = step_inputs([(0, 17, 1), (2, 64, 1), (1, 3, 1)]), empty_step(Shape(4, 4, 4), 9)
+    inputs, empty = step_inputs([(0, 17, 1), (2, 64, 1), (1, 3, 1)]), padding_step(Shape(4, 4, 4), 9)
     choice = {
         "seed": np.array([2**64 - 1, 5, 6], np.uint64),
         "counter": np.array([2**40, 1, 2]),
@@ -238,16 +238,16 @@ def test_a_captured_decode_step_takes_sampling_inputs(device):
         "min_p": np.array([0.125, 0, 0], np.float32),
     }
     more = choice | {"bias": np.ones(2, np.float32)}
-    assert not_captured(more, empty).keys() == {"bias"}
-    found = apart(on_device(inputs | more, empty, device), empty)
+    assert uncaptured_inputs(more, empty).keys() == {"bias"}
+    found = unpack_inputs(on_device(inputs | more, empty, device), empty)
     padding = {"slots": 9, "top_p": 1}
     for name, wanted in choice.items():
         signed = wanted.astype(np.int64) if name == "seed" else wanted
         expected = [*signed.tolist(), padding.get(name, 0)]
         assert array(found[name]).tolist() == expected
     forked = {name: np.repeat(each, 2) for name, each in choice.items()}
-    assert not_captured(forked, empty) == forked
-    assert array(apart(on_device(inputs | forked, empty, device), empty)["slots"]).tolist() == [9] * 4
+    assert uncaptured_inputs(forked, empty) == forked
+    assert array(unpack_inputs(on_device(inputs | forked, empty, device), empty)["slots"]).tolist() == [9] * 4
 
 
 def test_steps_load_their_inputs_in_turn(device):

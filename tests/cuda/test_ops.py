@@ -284,7 +284,7 @@ def test_attention_of_a_few_tokens_of_each_request(device, batch):
         for each in (np.concatenate([batch.qkv, batch.qkv[:3]]), cos_sin, kv_cache, starts, lens, tables)
     )
     sinks = None if batch.sinks is None else tensor(batch.sinks, device)
-    given = (qkv, cos_sin, found_cache, KnownStarts(starts.int(), few=4), lens.int(), tables.int(), sinks)
+    given = (qkv, cos_sin, found_cache, KnownStarts(starts.int(), usual_tokens=4), lens.int(), tables.int(), sinks)
     found, _ = cuda.paged_attention(*given, **batch.attributes)
     assert_close(array(found)[:count], expected, 3e-6)
     assert_close(array(found_cache)[:-1].astype(np.float32), cache.astype(np.float32))

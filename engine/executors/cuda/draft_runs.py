@@ -17,7 +17,15 @@ from engine.executors.cuda.cache import MIN_BLOCK_SIZE
 from engine.executors.cuda.host_transfers import IN_FLIGHT, Uploads
 from engine.executors.cuda.program import CudaProgram
 from engine.executors.cuda.sampling import ALWAYS
-from engine.executors.cuda.step_graphs import Arrays, Shape, apart, decode_shapes, empty_step, filled_up, padded
+from engine.executors.cuda.step_graphs import (
+    Arrays,
+    Shape,
+    decode_shapes,
+    pad_table,
+    padded_inputs,
+    padding_step,
+    unpack_inputs,
+)
 from engine.models.layers import PREVIOUS_STATES
 from engine.ops.cuda.drafted_tokens import DraftedTokens
 from engine.ops.cuda.prefill_attention import KnownStarts
@@ -63,9 +71,9 @@ class DraftRuns:
     def first(self, sent: Mapping[str, Tensor], cuts: Cuts) -> None:
         """Compute the first step of a run. Sample a token for each of the `logit_rows`, if there are any."""
         inputs: dict[str, Tensor | KnownStarts] = {**sent, **self.caches}
-        few = self._max_drafts + 1
-        if len(sent["token_ids"]) <= few * len(sent["context_lens"]):
-            inputs["query_starts"] = KnownStarts(sent["query_starts"], few=few)
+        usual_tokens = self._max_drafts + 1
+        if len(sent["token_ids"]) <= usual_tokens * len(sent["context_lens"]):
+            inputs["query_starts"] = KnownStarts(sent["query_starts"], usual_tokens=usual_tokens)
         if self.states is not None:
             inputs[PREVIOUS_STATES] = self.states.index_select(0, sent[STATE_ROWS])
         outputs = self._program(inputs)
@@ -148,8 +156,8 @@ class DraftRunGraphs:
         captured, table = self._captured[shape], arrays["block_tables"]
         # The last row has all padding tokens, in the null block.
         width = max(table.shape[1], -(-(shape.num_tokens - len(arrays["token_ids"])) // MIN_BLOCK_SIZE))
-        tables = padded(table, (shape.num_requests, width), self.null_block)
-        self._buffers.write(filled_up(arrays, captured.empty), tables)
+        tables = pad_table(table, (shape.num_requests, width), self.null_block)
+        self._buffers.write(padded_inputs(arrays, captured.empty), tables)
         if depth == self._sizes.max_drafts:
             captured.whole[cuts].replay()
             return
@@ -177,9 +185,9 @@ class DraftRunGraphs:
     def _record(self, shape: Shape, step: Arrays, pool: tuple[int, int] | None) -> CapturedRun:
         """Capture the steps of one shape. Without a `pool`, launch each once and capture nothing."""
         assert self._tables is not None
-        tables, parts, buffers = self._tables[: shape.num_requests], filled_up({}, step), self._buffers
+        tables, parts, buffers = self._tables[: shape.num_requests], padded_inputs({}, step), self._buffers
         numbers = torch.from_numpy(np.concatenate(parts)).to(self._device)
-        sent = {**apart(numbers, step), "block_tables": tables}
+        sent = {**unpack_inputs(numbers, step), "block_tables": tables}
         no_tables = np.full((shape.num_requests, 1), self.null_block, np.int32)
 
         def first(cuts: Cuts) -> None:
@@ -227,6 +235,6 @@ def run_shape(num_rows: int, max_drafts: int) -> Shape:
 
 def empty_run(shape: Shape, has_states: bool) -> Arrays:
     """Build the inputs of a run of padding tokens."""
-    arrays = fields_of(SamplingRows.greedy(shape.num_logits)) | empty_step(shape, 0)
+    arrays = fields_of(SamplingRows.greedy(shape.num_logits)) | padding_step(shape, 0)
     arrays["query_starts"][-1] = shape.num_tokens
     return arrays | ({STATE_ROWS: np.zeros(shape.num_tokens, np.int32)} if has_states else {})

@@ -31,7 +31,7 @@ from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, CudaProgram, Inputs, Outputs
 from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
-from engine.executors.cuda.step_graphs import CHOICE, KEPT_ROWS, Arrays, Captured, StepGraphs, not_captured
+from engine.executors.cuda.step_graphs import CHOICE, KEPT_ROWS, Arrays, Captured, StepGraphs, uncaptured_inputs
 from engine.executors.cuda.vision_encoder import CudaVisionEncoder
 from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
 from engine.executors.expert_usage import ExpertUsage, routed_layers
@@ -60,7 +60,7 @@ TABLE = "embed_tokens.weight"
 NO_CHOICES = Choices([], [], None)
 
 
-class Begun(NamedTuple):
+class LaunchedModel(NamedTuple):
     """Model outputs of a launched step, and what sampling its tokens needs."""
 
     outputs: Outputs  # one row for each requested token
@@ -301,7 +301,7 @@ class CudaExecutor:
 
     # Methods that `CudaStep` calls
 
-    def begin(self, batch: Batch, choices: Choices, fields: Arrays) -> Begun:
+    def launch_model(self, batch: Batch, choices: Choices, fields: Arrays) -> LaunchedModel:
         """Launch the graph. `fields` are further arrays that the step needs on the device."""
         inputs = self._slots.graph_inputs(batch)
         _mark_pending(batch, inputs)
@@ -319,32 +319,32 @@ class CudaExecutor:
             more[KEPT_ROWS] = self.kept_rows = self._kept_states.rows_of(batch.rows)
         if shape:
             captured = self._graphs.replay(inputs | more, shape)
-            left = not_captured(more, captured.empty)
+            left = uncaptured_inputs(more, captured.empty)
             outputs = captured.outputs.first(num_logits)
             if not left and choices.logit_rows is None and not batch.has_mask:
-                return Begun(outputs, {}, captured)
+                return LaunchedModel(outputs, {}, captured)
             static = {
                 name: tensor[: len(choices.slots)] for name, tensor in captured.static_inputs.items() if name in CHOICE
             }
-            return Begun(outputs, static | (self._uploads.send(left) if left else {}), None)
+            return LaunchedModel(outputs, static | (self._uploads.send(left) if left else {}), None)
         sent = self._uploads.send(inputs | more)
         chunks = [] if self._is_invariant else prefill_attention.find(inputs["query_starts"], inputs["context_lens"])
         known = {"query_starts": KnownStarts(sent["query_starts"], chunks)} if chunks else {}
-        return Begun(self._compute({**sent, **known}), sent, None)
+        return LaunchedModel(self._compute({**sent, **known}), sent, None)
 
     def prompt_outputs(self, batch: Batch) -> StepPromptOutputs | None:
         """Return the prompt outputs that this rank has to compute for the batch, or None."""
         is_sampling = batch.has_prompt_outputs and not self._membership.rank
         return StepPromptOutputs(self._slots.pooled_states.specs(batch)) if is_sampling else None
 
-    def choose(self, logits: Tensor, rows: SamplingRows, begun: Begun) -> Download:
+    def choose(self, logits: Tensor, rows: SamplingRows, launched: LaunchedModel) -> Download:
         """Start sampling and the download of its results. `logits` is [num_choices, V]; `rows` are the sampling rows on
         the host."""
         cuts = Cuts.of(rows)
-        if begun.captured:
-            return Download({"token_ids": self._graphs.choose(begun.captured, cuts, len(logits))}, self._device)
+        if launched.captured:
+            return Download({"token_ids": self._graphs.choose(launched.captured, cuts, len(logits))}, self._device)
         masks = {} if rows.mask is None else self._uploads.send({"mask": rows.mask})
-        sampled = self._choose(logits, {**begun.sent, **masks}, cuts, int(rows.num_logprobs.max()))
+        sampled = self._choose(logits, {**launched.sent, **masks}, cuts, int(rows.num_logprobs.max()))
         return Download.of(sampled, self._device)
 
     def accept(self, batch: Batch, choices: Choices, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
@@ -376,8 +376,8 @@ class CudaStep:
         self._executor, self._batch, self._choices, self._rows = executor, batch, choices, rows
         self._prompt_outputs = executor.prompt_outputs(batch)
         fields = self._prompt_outputs.fields_to_send() if self._prompt_outputs else {}
-        self._begun = executor.begin(batch, choices, fields | (fields_to_send(rows) if choices.slots else {}))
-        outputs, sent, _ = self._begun
+        self._launched = executor.launch_model(batch, choices, fields | (fields_to_send(rows) if choices.slots else {}))
+        outputs, sent, _ = self._launched
         if self._prompt_outputs:
             self._prompt_outputs.begin(outputs, sent)
         wanted = slice(len(choices.slots)) if choices.logit_rows is None else choices.logit_rows
@@ -392,7 +392,7 @@ class CudaStep:
         self.choose()
 
     def choose(self) -> None:
-        self.download = self._executor.choose(self._logits, self._rows, self._begun)
+        self.download = self._executor.choose(self._logits, self._rows, self._launched)
 
     def result(self) -> StepOutput:
         assert self.download, "the step waits for its mask"

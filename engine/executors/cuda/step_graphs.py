@@ -48,7 +48,7 @@ DTYPES = {"seed": torch.int64, "counter": torch.int64, "slots": torch.int64, KEP
 DTYPES |= {each.name: torch.float32 for each in PARAMETERS if each.type is float}  # the others are int32
 Run = Callable[[Inputs], Outputs]
 Arrays = dict[str, np.ndarray]
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 Pool = tuple[int, int]  # id of the memory pool that captured graphs share
 
 
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
     num_tokens: int
     num_requests: int
     num_logits: int
-    few: int = 0  # of a step that verifies drafts: tokens that hardly any request exceeds
+    usual_tokens: int = 0  # of a step that verifies drafts: tokens that hardly any request exceeds
 
     @property
     def is_decode(self) -> bool:
@@ -67,7 +67,7 @@ class Shape(NamedTuple):
     @property
     def samples_all(self) -> bool:
         """Return whether each token gives logits, in order, from which a token is sampled."""
-        return self.is_decode or self.few > 0
+        return self.is_decode or self.usual_tokens > 0
 
 
 Kind = tuple[Shape, bool]  # shape, and whether the step has adapters
@@ -146,9 +146,11 @@ class StepGraphs:
         tables = [inputs[name] for name in self._table_names]
         # In another shape a request may have the place of the row with the padding. The device still has that request's
         # blocks in the columns behind those that are written.
-        is_exposed = len(tables) > 1 or shape.few > 0
+        is_exposed = len(tables) > 1 or shape.usual_tokens > 0
         num_padding = shape.num_tokens - len(inputs["token_ids"]) if is_exposed else 0
-        self._buffers.write(filled_up(inputs, captured.empty), self._stacked(tables, shape.num_requests, num_padding))
+        self._buffers.write(
+            padded_inputs(inputs, captured.empty), self._stack_tables(tables, shape.num_requests, num_padding)
+        )
         captured.graph.replay()
         return captured
 
@@ -173,7 +175,7 @@ class StepGraphs:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
         kinds = [(shape, is_adapted) for shape in shapes for is_adapted in (False, True)[: 1 + bool(self._of_adapters)]]
-        steps = {kind: self._empty_step(*kind) for kind in kinds}
+        steps = {kind: self._padding_step(*kind) for kind in kinds}
         num_rows = max(shape.num_requests for shape in shapes) * len(self._table_names)
         most = max((shape.num_logits for shape in shapes if shape.samples_all), default=1)
         tables = torch.full(
@@ -199,32 +201,34 @@ class StepGraphs:
         nothing."""
         all_captured = {}
         for (shape, is_adapted), step in steps.items():
-            captured = self._record(run, step, tables[: shape.num_requests * len(self._table_names)], pool, shape.few)
+            captured = self._record(
+                run, step, tables[: shape.num_requests * len(self._table_names)], pool, shape.usual_tokens
+            )
             if last_tokens is not None and shape.samples_all:
                 captured = captured._replace(choices=self._record_choices(captured, last_tokens, pool))
             all_captured[shape, is_adapted] = captured
         return all_captured
 
-    def _empty_step(self, shape: Shape, is_adapted: bool) -> Arrays:
+    def _padding_step(self, shape: Shape, is_adapted: bool) -> Arrays:
         groups = self._of_adapters((shape.num_tokens, shape.num_logits)) if is_adapted and self._of_adapters else {}
         of_experts = dict.fromkeys((NUM_TOKENS, NUM_LOGITS), np.zeros(1, np.int32)) if self.counts_experts else {}
         of_spans = self.spans.text_inputs(shape.num_tokens) if self.spans else {}
         kept: Arrays = {}
         if self.padding_row is not None:
             kept[KEPT_ROWS] = np.full(shape.num_tokens, self.padding_row, np.int64)
-        return kept | empty_step(shape, self._padding_slot) | of_spans | groups | of_experts
+        return kept | padding_step(shape, self._padding_slot) | of_spans | groups | of_experts
 
-    def _record(self, run: Run, step: Arrays, tables: Tensor, pool: Pool | None, few: int) -> Captured:
-        buffers, parts = self._buffers, filled_up({}, step)
+    def _record(self, run: Run, step: Arrays, tables: Tensor, pool: Pool | None, usual_tokens: int) -> Captured:
+        buffers, parts = self._buffers, padded_inputs({}, step)
         numbers = torch.from_numpy(np.concatenate(parts)).to(self._device)
-        static_inputs = apart(numbers, step)
+        static_inputs = unpack_inputs(numbers, step)
         inputs: dict[str, Tensor | KnownStarts | None] = {
             name: tensor for name, tensor in static_inputs.items() if name not in CHOICE
         }
         if CHOICE[0] in static_inputs:  # each token gives logits
             inputs["logit_rows"] = None
-        if few:
-            inputs["query_starts"] = KnownStarts(static_inputs["query_starts"], few=few)
+        if usual_tokens:
+            inputs["query_starts"] = KnownStarts(static_inputs["query_starts"], usual_tokens=usual_tokens)
         by_group = tables.chunk(len(self._table_names))
         inputs.update(zip(self._table_names, by_group, strict=True))
 
@@ -232,7 +236,7 @@ class StepGraphs:
             buffers.load(numbers, tables)
             return run(inputs)
 
-        buffers.write(parts, self._stacked([np.empty((0, 1), np.int32)] * len(by_group), len(by_group[0])))
+        buffers.write(parts, self._stack_tables([np.empty((0, 1), np.int32)] * len(by_group), len(by_group[0])))
         graph, outputs = self._graph_of(run_loaded, pool)
         return Captured(graph, static_inputs, step, outputs, {})
 
@@ -247,21 +251,21 @@ class StepGraphs:
 
         return {cuts: self._graph_of(partial(choose, cuts), pool)[0] for cuts in CUTS}
 
-    def _graph_of(self, run: Callable[[], Made], pool: Pool | None) -> tuple[torch.cuda.CUDAGraph, Made]:
-        made, graph = run(), torch.cuda.CUDAGraph()  # the first call lets libraries initialize
+    def _graph_of(self, run: Callable[[], Result], pool: Pool | None) -> tuple[torch.cuda.CUDAGraph, Result]:
+        result, graph = run(), torch.cuda.CUDAGraph()  # the first call lets libraries initialize
         torch.cuda.synchronize(self._device)
         if pool is None:
-            return graph, made
+            return graph, result
         with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # NCCL has a thread of its own
-            made = run()
-        return graph, made
+            result = run()
+        return graph, result
 
-    def _stacked(self, tables: Sequence[np.ndarray], num_requests: int, num_padding: int = 0) -> np.ndarray:
+    def _stack_tables(self, tables: Sequence[np.ndarray], num_requests: int, num_padding: int = 0) -> np.ndarray:
         """Return the block tables of all groups, one below the other, each padded to `num_requests` rows and to the
         width of the widest with the null block. A padding row then holds at least `num_padding` tokens."""
         parts, width = [], max(-(-num_padding // MIN_BLOCK_SIZE), *(table.shape[1] for table in tables))
         for table in tables:
-            parts.append(padded(table, (num_requests, width), self.null_block))
+            parts.append(pad_table(table, (num_requests, width), self.null_block))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def clear(self) -> None:
@@ -269,12 +273,12 @@ class StepGraphs:
         self._tables = None
 
 
-def empty_step(shape: Shape, padding_slot: int) -> Arrays:
+def padding_step(shape: Shape, padding_slot: int) -> Arrays:
     """Build a step of padding tokens with the shape of a captured step: one token for each request in a decode step,
     otherwise all of them in the last request. In a step with prompts no attention is computed for them."""
-    num_tokens, num_requests, num_logits, few = shape
+    num_tokens, num_requests, num_logits, usual_tokens = shape
     starts = np.arange(num_requests + 1) if shape.is_decode else np.zeros(num_requests + 1)
-    if few:
+    if usual_tokens:
         starts[-1] = num_tokens
     arrays: Arrays = {}
     if shape.samples_all:
@@ -286,7 +290,7 @@ def empty_step(shape: Shape, padding_slot: int) -> Arrays:
     return arrays | {"query_starts": starts.astype(np.int32), "logit_rows": np.arange(num_logits, dtype=np.int32)}
 
 
-def not_captured(inputs: Arrays, empty: Arrays) -> Arrays:
+def uncaptured_inputs(inputs: Arrays, empty: Arrays) -> Arrays:
     """Return the `inputs` that a captured step cannot take: those that it lacks, or whose last axis is too long for
     it."""
     return {
@@ -294,7 +298,7 @@ def not_captured(inputs: Arrays, empty: Arrays) -> Arrays:
     }
 
 
-def filled_up(inputs: Arrays, empty: Arrays) -> list[np.ndarray]:
+def padded_inputs(inputs: Arrays, empty: Arrays) -> list[np.ndarray]:
     """Return all static inputs of a captured step as flat i32 arrays, in the order of `empty`.
 
     The values are those of `inputs`, padded at the end of the last axis with those of `empty`. An input that is missing
@@ -315,7 +319,7 @@ def filled_up(inputs: Arrays, empty: Arrays) -> list[np.ndarray]:
     return parts
 
 
-def padded(table: np.ndarray, shape: tuple[int, int], value: int) -> np.ndarray:
+def pad_table(table: np.ndarray, shape: tuple[int, int], value: int) -> np.ndarray:
     """Return the table with rows and columns of `value` behind its own, i32 of this shape. It takes a tenth of the time
     of np.pad."""
     if table.shape == shape:
@@ -325,7 +329,7 @@ def padded(table: np.ndarray, shape: tuple[int, int], value: int) -> np.ndarray:
     return whole
 
 
-def apart(numbers: Tensor, step: Arrays) -> dict[str, Tensor]:
+def unpack_inputs(numbers: Tensor, step: Arrays) -> dict[str, Tensor]:
     """Return views of the packed `numbers` as the arrays of the step, by name."""
     parts = numbers.split([array.nbytes // 4 for array in step.values()])
     return {
@@ -344,12 +348,12 @@ def verifying_shapes(config: Config, decodes: Sequence[Shape]) -> list[Shape]:
     """Return the shapes of steps that verify drafts: as many tokens as captured decode steps have requests, times one
     more than the drafts of a request. They have a request more than such a step can have, for padding, and never as
     many as tokens."""
-    few, most = config.speculate_max_draft_token_num + 1, min(MAX_VERIFYING, config.max_step_tokens)
+    usual_tokens, most = config.speculate_max_draft_token_num + 1, min(MAX_VERIFYING, config.max_step_tokens)
     shapes = []
-    for num_tokens in sorted({2, *(few * shape.num_tokens for shape in decodes)}):
+    for num_tokens in sorted({2, *(usual_tokens * shape.num_tokens for shape in decodes)}):
         num_requests = min(num_tokens, config.batch_size) + 1
         if num_tokens <= most:
-            shapes.append(Shape(num_tokens, num_requests + (num_requests == num_tokens), num_tokens, few))
+            shapes.append(Shape(num_tokens, num_requests + (num_requests == num_tokens), num_tokens, usual_tokens))
     return shapes
 
 

@@ -102,7 +102,7 @@ def paged_attention(
         pairs = kv_cache.new_empty(2, num_kv_heads, num_tokens, kv_cache.shape[4])
         num_requests, num_tokens, *_ = fresh[0]
     query = rotate_and_cache(qkv, cos_sin, kv_cache, where, num_heads, pairs)
-    sizes = num_requests, num_heads, known.few
+    sizes = num_requests, num_heads, known.usual_tokens
     outs = [_attend_all(query[:num_tokens], kv_cache, where, sizes, scoring)] if num_tokens else []
     if pairs is not None:
         outs += [prefill_attention.attend(query[a:b], pairs[:, :, a:b], scale) for _, a, b, _ in fresh]
@@ -129,18 +129,18 @@ def _attend_all(
     request; without, it holds rotated queries.
     """
     query, norm, has_norm = without_norm(qkv)
-    num_requests, num_heads, few = sizes
+    num_requests, num_heads, usual_tokens = sizes
     block_tables, num_kv_heads = where[2], kv_cache.shape[2]
     block_size, head_dim = sizes_of(kv_cache)
     num_tokens, out = len(query), query.new_empty(len(query), num_heads * head_dim)
     group, one_each = num_heads // num_kv_heads, num_tokens == num_requests
-    rows, most, options = _tile_for(group, few, kv_cache.dtype, head_dim > WIDE)
+    rows, most, options = _tile_for(group, usual_tokens, kv_cache.dtype, head_dim > WIDE)
     tokens = 1 if one_each else rows // group
     num_tiles = num_tokens if one_each else num_tokens // tokens + num_requests
     max_blocks = scoring.window // block_size + 2 if scoring.window else MAX_BLOCKS
     if not one_each:  # kernels of decode steps do not depend on the table, so that none is compiled late
         max_blocks = min(block_tables.shape[1], max_blocks)
-    splits = _num_splits(triton.cdiv(num_tokens, tokens) * num_kv_heads, max_blocks) if few else 1
+    splits = _num_splits(triton.cdiv(num_tokens, tokens) * num_kv_heads, max_blocks) if usual_tokens else 1
     tile, division = min(block_size, most), None
     if cos_sin is not None and 1 < num_requests <= balanced_splits.MAX_REQUESTS:
         splits, num_tiles = 1, _num_programs(num_requests, num_kv_heads)
@@ -164,10 +164,10 @@ def _attend_all(
     return out
 
 
-def _tile_for(group: int, few: int, dtype: torch.dtype, is_wide: bool) -> tuple[int, int, dict[str, int]]:
-    """Return rows and positions of a program, and how it runs. A program with `few` tokens of a request has rows for
-    all of them, if these are not too many."""
-    if not few:
+def _tile_for(group: int, usual_tokens: int, dtype: torch.dtype, is_wide: bool) -> tuple[int, int, dict[str, int]]:
+    """Return rows and positions of a program, and how it runs. A program with `usual_tokens` tokens of a request has
+    rows for all of them, if these are not too many."""
+    if not usual_tokens:
         if dtype == torch.int8:
             rows, most, options = WIDE_INT8_PREFILL if is_wide else INT8_PREFILL
         elif is_wide:
@@ -176,8 +176,12 @@ def _tile_for(group: int, few: int, dtype: torch.dtype, is_wide: bool) -> tuple[
         else:
             rows, most, options = PREFILL
         return triton.next_power_of_2(max(group, rows)), most, options
-    rows = triton.next_power_of_2(max(group, min(group * few, MOST_ROWS), MIN_ROWS))
-    return rows, MAX_TILE, DECODE if few == 1 else {**DECODE, "num_warps": max(rows // 16, DECODE["num_warps"])}
+    rows = triton.next_power_of_2(max(group, min(group * usual_tokens, MOST_ROWS), MIN_ROWS))
+    return (
+        rows,
+        MAX_TILE,
+        DECODE if usual_tokens == 1 else {**DECODE, "num_warps": max(rows // 16, DECODE["num_warps"])},
+    )
 
 
 def _num_programs(num_requests: int, num_kv_heads: int) -> int:

@@ -37,7 +37,7 @@ class KnownStarts(NamedTuple):
 
     starts: Tensor
     chunks: Sequence[PromptChunk] = ()  # the last requests of the step, of which the first one is long
-    few: int = 0  # tokens that hardly any request exceeds, as in a step that verifies drafts; 0: unknown
+    usual_tokens: int = 0  # tokens that hardly any request exceeds, as in a step that verifies drafts; 0: unknown
 
     @property
     def fresh(self) -> list[PromptChunk]:
