@@ -128,7 +128,7 @@ def num_right(graph_dir: Path, device: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=DEMO_MODEL)
-    parser.add_argument("--device", choices=MODELS, default="cpu", help="that is compared with the CPU in float32")
+    parser.add_argument("--device", choices=MODELS, default="cpu", help="device to compare with the CPU in float32")
     args = parser.parse_args()
     checkpoint, device = args.checkpoint, args.device
     is_bundled = checkpoint.resolve() == DEMO_MODEL

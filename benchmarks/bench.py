@@ -174,15 +174,15 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
     parser.add_argument("--cases", nargs="+", default=["1x128x64", "8x128x64", "32x128x64"])
     parser.add_argument("--streams", nargs="*", type=int, default=[1, 8, 32])
-    parser.add_argument("--arrivals", type=float, default=0, help="streams that begin a second; 0: all at once")
+    parser.add_argument("--arrivals", type=float, default=0, help="mean streams that begin per second; 0: all at once")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--quant-type", default="none", choices=QUANT_TYPES, help="of the weights")
-    parser.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: none are written")
-    parser.add_argument("--mp-num", type=int, default=1, help="tensor-parallel ranks, offline")
+    parser.add_argument("--quant-type", default="none", choices=QUANT_TYPES, help="QUANT_TYPE of the weights")
+    parser.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
+    parser.add_argument("--mp-num", type=int, default=1, help="number of tensor-parallel ranks of the offline cases")
     parser.add_argument(
         "--cpu-threads", type=int, default=0, help="of each rank, offline; 0: as many as there are cores"
     )
-    parser.add_argument("--work-dir", type=Path, default=Path("build/bench"), help="checkpoints are kept here")
+    parser.add_argument("--work-dir", type=Path, default=Path("build/bench"), help="folder of the checkpoints")
     args = parser.parse_args()
     cases = [case_of(text) for text in args.cases]
     if args.load_format == "dummy":

@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("trees", nargs="*")
     parser.add_argument("--cases", nargs="+", default=["1x32x32", "8x32x16", "32x128x2"])
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--http", action="store_true", help="the server of this tree, too")
+    parser.add_argument("--http", action="store_true", help="measure the server of this tree over HTTP as well")
     parser.add_argument("--worker", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method", choices=["mtp", "draft", "ngram", "suffix"])
     parser.add_argument("--shape", default="glm-moe-0.6b")
-    parser.add_argument("--draft-shape", default="tiny", help="of the draft model")
+    parser.add_argument("--draft-shape", default="tiny", help="shape of the draft model")
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--acceptance", nargs="+", type=float, default=[0.0, 0.75])
     parser.add_argument("--warm-up", type=int, default=1)

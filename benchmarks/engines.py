@@ -105,12 +105,12 @@ def throughput(client: Engines, vocab_size: int, num_streams: int, prompt_len: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="an exported model")
+    parser.add_argument("folder", type=Path, help="folder of an exported model")
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2], help="numbers of engines")
-    parser.add_argument("--streams", type=int, default=256, help="for each engine")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
-    parser.add_argument("--answer", type=int, default=512, help="tokens")
-    parser.add_argument("--rounds", type=int, default=2, help="of which the fastest is shown")
+    parser.add_argument("--streams", type=int, default=256, help="number of streams for each engine")
+    parser.add_argument("--prompt", type=int, default=128, help="length in tokens")
+    parser.add_argument("--answer", type=int, default=512, help="length in tokens")
+    parser.add_argument("--rounds", type=int, default=2, help="number of rounds; the fastest is shown")
     args = parser.parse_args()
     settings = {"GRAPH_DIR": str(args.folder), "BATCH_SIZE": str(args.streams), "ENABLE_PREFIX_CACHING": "0"}
     settings["MAX_CACHED_TASK_NUM"] = str(10 * args.streams * max(args.sizes))

@@ -211,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=SHAPES)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--share", type=float, default=1 / 3, help="of the experts, on the host")
+    parser.add_argument("--share", type=float, default=1 / 3, help="share of the experts that is in host memory")
     parser.add_argument("--decode", nargs="*", type=int, default=[1, 8], help="numbers of requests")
     args = parser.parse_args()
     name = f"{args.model}-{args.layers}-layers"

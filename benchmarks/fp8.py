@@ -224,7 +224,7 @@ def compile_all() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
-    parser.add_argument("--blocked", nargs="*", type=int, default=(64, 256, 2048, 8192), help="rows by 128x128 scales")
+    parser.add_argument("--blocked", nargs="*", type=int, default=(64, 256, 2048, 8192), help="one scale per 128 x 128")
     args = parser.parse_args()
     compile_all()
     errors, bandwidth = check(), read_bandwidth()

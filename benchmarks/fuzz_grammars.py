@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("build/fuzz"), help="for grammars that exceed a limit")
+    parser.add_argument("--folder", type=Path, default=Path("build/fuzz"), help="folder of grammars beyond a limit")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     found = fuzz(given.minutes, given.seed, given.folder)

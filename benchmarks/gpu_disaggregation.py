@@ -135,10 +135,10 @@ def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_disaggregation", description=__doc__.split("\n")[0])
-    parser.add_argument("model", help="an exported model's folder, or a shape of benchmarks.gpu")
-    parser.add_argument("--gpus", nargs=2, default=["0", "1"], help="of the prefill and of the decode instance")
+    parser.add_argument("model", help="folder of an exported model, or a shape of benchmarks.gpu")
+    parser.add_argument("--gpus", nargs=2, default=["0", "1"], help="GPUs of the prefill and of the decode instance")
     parser.add_argument("--answers", type=int, default=16)
-    parser.add_argument("--prompts", type=int, default=1, help="that are open at any time")
+    parser.add_argument("--prompts", type=int, default=1, help="number of prompts that are open at any time")
     parser.add_argument("--prompt-len", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=8)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)

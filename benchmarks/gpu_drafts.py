@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
+    parser.add_argument("--invariant", action="store_true", help="set BATCH_INVARIANT=1")
     args = parser.parse_args()
     config = Config(
         device="gpu",

@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--kinds", nargs="*", choices=BITS, default=["dense", "int4"])
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--kernels", type=int, default=0, help="that are shown of each case")
+    parser.add_argument("--kernels", type=int, default=0, help="number of kernels to show for each case")
     args = parser.parse_args()
     speed = bandwidth()
     for name, kind, num_rows in itertools.product(args.shapes, args.kinds, args.rows):

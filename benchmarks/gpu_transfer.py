@@ -105,7 +105,7 @@ def num_blocks_of(layout: str, gigabytes: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_transfer", description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", nargs=2, default=["0", "0"], help="of the prefill and of the decode instance")
+    parser.add_argument("--gpus", nargs=2, default=["0", "0"], help="GPUs of the prefill and of the decode instance")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--gigabytes", type=float, default=4)
     parser.add_argument("--transfer", choices=("cuda_ipc", "tcp"), default="cuda_ipc")

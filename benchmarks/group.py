@@ -87,7 +87,7 @@ def bench_ranks(num_ranks: int, threads: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=3, help="by turns, as other processes want the cores too")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds, in which the variants take turns")
     options = parser.parse_args()
     cases = [(1, 2), *((num_ranks, 1) for num_ranks in options.ranks)]
     rounds = [{case: bench_ranks(*case) for case in cases} for _ in range(options.rounds)]

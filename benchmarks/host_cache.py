@@ -88,9 +88,9 @@ def measure(loop: EngineLoop, args: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="an exported model's folder, or a shape")
-    parser.add_argument("--swap-space", nargs="*", type=float, default=[0, 24], help="GiB; a run for each")
-    parser.add_argument("--blocks", type=int, default=1024, help="of the KV cache")
+    parser.add_argument("model", help="folder of an exported model, or a shape")
+    parser.add_argument("--swap-space", nargs="*", type=float, default=[0, 24], help="SWAP_SPACE in GiB, in turn")
+    parser.add_argument("--blocks", type=int, default=1024, help="number of blocks of the KV cache")
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--said", type=int, default=64)

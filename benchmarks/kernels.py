@@ -248,7 +248,7 @@ def small_cases() -> Iterator[tuple[str, Callable[[], object], int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=cpu.num_threads())
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="measure only cases whose name contains this")
     options = parser.parse_args()
     cpu.set_num_threads(options.threads)
     limits = measured_limits(options.threads)

@@ -66,9 +66,9 @@ def microseconds(  # noqa: PLR0913
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
-    parser.add_argument("--int8-cache", action="store_true", help="with USE_CACHE_KV_INT8=1")
-    parser.add_argument("--products", action="store_true", help="long prompts, with the products around attention")
+    parser.add_argument("--invariant", action="store_true", help="use the kernels of BATCH_INVARIANT=1")
+    parser.add_argument("--int8-cache", action="store_true", help="use an int8 KV cache")
+    parser.add_argument("--products", action="store_true", help="measure long prompts in both forms, with products")
     args = parser.parse_args()
     if args.products:
         print(torch.cuda.get_device_name())

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-moe-0.8b", choices=SHAPES)
     parser.add_argument("--quant-types", nargs="+", default=["none", "weight_only_int8", "weight_only_int4"],
                         choices=QUANT_TYPES)  # fmt: skip
-    parser.add_argument("--work-dir", type=Path, default=Path("build/bench"), help="checkpoints are kept here")
+    parser.add_argument("--work-dir", type=Path, default=Path("build/bench"), help="folder of the checkpoints")
     args = parser.parse_args()
     checkpoint = make_checkpoint(args.shape, args.work_dir / args.shape)
     print("quant type           stored MB   export: private  resident   load: private  resident")

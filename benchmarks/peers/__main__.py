@@ -157,7 +157,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--widths", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--results", type=Path, default=WORK / "results.jsonl")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no turn begins later; call again to go on")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no later turn; call again to continue"
+    )
     args = parser.parse_args()
     started = time.monotonic()
     engines, checkpoint = installed(args.peers), make_checkpoint(SHAPE, WORK / SHAPE)

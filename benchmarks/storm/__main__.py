@@ -118,17 +118,17 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--kill", nargs="*", default=["engine"], choices=KINDS, metavar="KIND")
     parser.add_argument("--stop", nargs="*", default=[], choices=KINDS, metavar="KIND")
-    parser.add_argument("--every", type=float, default=10, help="seconds between two of these, about")
+    parser.add_argument("--every", type=float, default=10, help="mean seconds between two kills or stops")
     parser.add_argument("--leave", type=float, default=0.15, help="share of the requests whose clients leave")
-    parser.add_argument("--answers", type=int, default=200, help="of the oracle")
+    parser.add_argument("--answers", type=int, default=200, help="number of different answers to compare with")
     parser.add_argument(
         "--max-growth", type=float, default=math.inf, help="of the memory of processes as old: 0.02 is 2%%"
     )
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--mp-num", type=int, default=1)
     parser.add_argument("--data-parallel-size", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0, help="of the requests")
-    parser.add_argument("--images", type=float, default=0.0, help="share of the requests that have some")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
+    parser.add_argument("--images", type=float, default=0.0, help="share of the requests with images")
     report, broken = run(parser.parse_args())
     print_table(report)
     for promise in broken:
