@@ -27,12 +27,8 @@ from gateway.triton.text import TritonTextProtocol
 from gateway.vllm_generate import VllmGenerateProtocol
 
 NATIVE, OPENAI, EMBEDDINGS = NativeProtocol(), OpenAIProtocol(), EmbeddingsProtocol()
-RESPONSES, ANTHROPIC, TRITON, TRITON_TEXT = (
-    ResponsesProtocol(),
-    AnthropicProtocol(),
-    TritonGenerateProtocol(),
-    TritonTextProtocol(),
-)
+RESPONSES, ANTHROPIC = ResponsesProtocol(), AnthropicProtocol()
+TRITON, TRITON_TEXT = TritonGenerateProtocol(), TritonTextProtocol()
 SCORING = (ScoreProtocol(), RerankProtocol())
 VLLM_GENERATE = VllmGenerateProtocol()
 

@@ -37,8 +37,29 @@ MEANINGS = {
 
 
 @dataclass(eq=False)
-class EmbeddingExchange:
-    """Exchange (`gateway.protocol.Exchange`) of an embeddings request. Its answer is never streamed."""
+class PoolingExchange:
+    """Base class of the exchanges (`gateway.protocol.Exchange`) of embeddings and scores, which are never streamed."""
+
+    stream: bool = field(default=False, init=False)
+    num_tokens: int = field(default=0, init=False)
+    found: dict[int, Final] = field(default_factory=dict, init=False)
+
+    def event(self, index: int, answer: Delta) -> bytes:
+        raise AssertionError("embeddings and scores are not streamed")
+
+    def gather(self, index: int, answer: Delta) -> None:
+        if isinstance(answer, Final):
+            self.found[index] = answer
+
+    def usage(self) -> dict[str, int]:
+        """Return the usage of all requests."""
+        num_tokens = sum(answer.usage.prompt_tokens for answer in self.found.values())
+        return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+@dataclass(eq=False)
+class EmbeddingExchange(PoolingExchange):
+    """Exchange of an embeddings request."""
 
     requests: list[dict[str, Any]]
     answer_id: str
@@ -48,16 +69,6 @@ class EmbeddingExchange:
     encoding: str
     dimensions: int | None
     is_normalized: bool
-    stream: bool = False
-    num_tokens: int = 0
-    found: dict[int, Final] = field(default_factory=dict)
-
-    def event(self, index: int, answer: Delta) -> bytes:
-        raise AssertionError("embeddings are not streamed")
-
-    def gather(self, index: int, answer: Delta) -> None:
-        if isinstance(answer, Final):
-            self.found[index] = answer
 
     def whole(self) -> dict[str, Any]:
         """Return the response object.
@@ -68,9 +79,7 @@ class EmbeddingExchange:
             {"object": "embedding", "index": index, "embedding": self._written(answer.embedding or "")}
             for index, answer in sorted(self.found.items())
         ]
-        num_tokens = sum(answer.usage.prompt_tokens for answer in self.found.values())
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return {"object": "list", "data": data, "model": self.model, "usage": usage}
+        return {"object": "list", "data": data, "model": self.model, "usage": self.usage()}
 
     def _written(self, embedding: str) -> Any:
         vector = np.frombuffer(base64.b64decode(embedding), "<f4")

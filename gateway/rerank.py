@@ -10,15 +10,15 @@ import base64
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from engine import wire
 from engine.errors import InvalidRequest
-from engine.wire import FIELD_DESCRIPTIONS, POOLINGS, SCORE, Delta, Final, int_in, schema_of, strip_links
-from gateway.embeddings import CHECKS
+from engine.wire import FIELD_DESCRIPTIONS, POOLINGS, SCORE, int_in, schema_of, strip_links
+from gateway.embeddings import CHECKS, PoolingExchange
 from gateway.openai import OpenAIProtocol
 from gateway.openai.request import check_name, model_of
 from gateway.openai.unsupported_fields import UNSUPPORTED_POOLING_FIELDS, check_spelling, refuse_any, refuse_more
@@ -40,8 +40,8 @@ Json = dict[str, Any]
 
 
 @dataclass(eq=False)
-class ScoreExchange:
-    """Exchange (`gateway.protocol.Exchange`) of a score or rerank request. Its answer is never streamed."""
+class ScoreExchange(PoolingExchange):
+    """Exchange of a score or rerank request."""
 
     pairs: Sequence[tuple[str, str]]
     has_classifier: bool
@@ -51,9 +51,6 @@ class ScoreExchange:
     with_documents: bool = False  # the response repeats the texts of the documents
     is_activated: bool = True  # the classifier's logit is mapped to 0..1 by a sigmoid
     model: str = ""
-    stream: bool = False
-    num_tokens: int = 0
-    found: dict[int, Final] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.has_classifier:
@@ -73,26 +70,17 @@ class ScoreExchange:
         called = {"req_id": "request_id", "lora_name": "model"}
         self.names: Mapping[str, str] = {**called, "text": names[0], "text_pair": names[1]}
 
-    def event(self, index: int, answer: Delta) -> bytes:
-        raise AssertionError("scores are not streamed")
-
-    def gather(self, index: int, answer: Delta) -> None:
-        if isinstance(answer, Final):
-            self.found[index] = answer
-
     def whole(self) -> Json:
-        num_tokens = sum(answer.usage.prompt_tokens for answer in self.found.values())
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         scores = [self._score(a, b) for a, b in self._places]
         if self.top_n is None:
             data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
             head = {"id": self.answer_id, "object": "list", "created": int(time.time()), "model": self.model}
-            return {**head, "data": data, "usage": usage}
+            return {**head, "data": data, "usage": self.usage()}
         best = sorted(range(len(scores)), key=lambda at: -scores[at])[: self.top_n]
         results: list[Json] = [{"index": at, "relevance_score": scores[at]} for at in best]
         for each in results if self.with_documents else ():
             each["document"] = {"text": self.pairs[each["index"]][1]}
-        return {"id": self.answer_id, "model": self.model, "results": results, "usage": usage}
+        return {"id": self.answer_id, "model": self.model, "results": results, "usage": self.usage()}
 
     def _score(self, a: int, b: int) -> float:
         if self.has_classifier:

@@ -5,16 +5,15 @@ A stream has one JSON object per line, each with the whole text so far. The requ
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from typing import Any
 
 from engine import wire
 from engine.errors import InvalidRequest, RequestError
 from gateway.json_encoder import dump
 from gateway.openai import OpenAIProtocol
-from gateway.openai.request import check_string, parse
+from gateway.openai.answer import CompletionExchange
+from gateway.openai.request import CompletionRequest, check_string, parse
 from gateway.openai.unsupported_fields import NAMES, check_spelling
 from gateway.protocol import RequestContext
 
@@ -31,19 +30,13 @@ UNSUPPORTED_FIELDS = (
 )
 
 
-@dataclass(eq=False)
-class VllmExchange:
-    """Exchange (`gateway.protocol.Exchange`) of one prompt."""
+class VllmExchange(CompletionExchange):
+    """Exchange of one prompt."""
 
-    requests: list[dict[str, Any]]
-    answer_id: str
-    names: Mapping[str, str]
-    stream: bool
-    timeout_s: float | None
-    num_choices: int
-    texts: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))  # of each choice
-    last: dict[int, wire.Delta] = field(default_factory=dict)  # last answer of each choice
-    unenforced: tuple[str, ...] = ()  # schema keywords that are not enforced
+    def __init__(self, completion: CompletionRequest):
+        super().__init__(completion)
+        self.texts = [""] * completion.n
+        self.last: dict[int, wire.Delta] = {}  # last answer of each choice
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +52,7 @@ class VllmExchange:
 
     def whole(self) -> dict[str, Any]:
         prompt = self.requests[0]["text"]
-        return {"text": [prompt + self.texts[index] for index in range(self.num_choices)]}
+        return {"text": [prompt + text for text in self.texts]}
 
 
 class VllmGenerateProtocol(OpenAIProtocol):
@@ -92,16 +85,7 @@ class VllmGenerateProtocol(OpenAIProtocol):
         if "inputs" in body:  # as Text Generation Inference has it at this path
             raise InvalidRequest("`{field}` is unknown, the text to continue is `prompt`", field="inputs")
         check_string("prompt", body.get("prompt"))
-        asked = parse({"max_tokens": MAX_TOKENS, **given}, False, context.model_name)
-        return VllmExchange(
-            requests=asked.requests,
-            answer_id=asked.answer_id,
-            names=asked.names,
-            stream=asked.stream,
-            timeout_s=asked.timeout_s,
-            num_choices=asked.n,
-            unenforced=asked.unenforced,
-        )
+        return VllmExchange(parse({"max_tokens": MAX_TOKENS, **given}, False, context.model_name))
 
     def error_event(self, error: RequestError, context: RequestContext) -> bytes:
         return dump(self.error(error, context)) + b"\n"

@@ -55,17 +55,24 @@ class ChoiceState:
         return parts
 
 
-class OpenAIExchange:
-    """Exchange (`gateway.protocol.Exchange`) of a completion: its choices and response objects."""
+class CompletionExchange:
+    """Base class of the exchanges (`gateway.protocol.Exchange`) of a completion request."""
 
     def __init__(self, completion: CompletionRequest):
+        self.completion = completion
         self.requests = completion.requests
         self.answer_id = completion.answer_id
         self.names = completion.names
         self.stream = completion.stream
         self.timeout_s = completion.timeout_s
         self.unenforced = completion.unenforced
-        self._completion = completion
+
+
+class OpenAIExchange(CompletionExchange):
+    """Exchange of a completion or chat: its choices and response objects."""
+
+    def __init__(self, completion: CompletionRequest):
+        super().__init__(completion)
         num_choices = len(completion.requests) * completion.n
         self._choices = [ChoiceState(index, completion.reader()) for index in range(num_choices)]
         self._about = {"object": "", "created": int(time.time()), "model": completion.model}
@@ -84,10 +91,10 @@ class OpenAIExchange:
         return {"id": self.answer_id, **self._about}
 
     def _choice(self, index: int, answer: Delta) -> ChoiceState:
-        return self._choices[index * self._completion.n + answer.index]
+        return self._choices[index * self.completion.n + answer.index]
 
     def _echo(self, choice: ChoiceState) -> str:
-        return self._completion.prompts.text(choice.index // self._completion.n, choice.prompt_details)
+        return self.completion.prompts.text(choice.index // self.completion.n, choice.prompt_details)
 
     def _tokens(self, answer: Delta) -> tuple[list[TokenLogprob], list[int]]:
         """Return the tokens with logprobs and the token ids of an answer, with the token that ended it.
@@ -97,13 +104,13 @@ class OpenAIExchange:
         tokens, ids = [*(answer.logprobs or ())], [*answer.token_ids]
         if isinstance(answer, Final) and answer.stop_token:
             ids.append(answer.stop_token.token_id)
-            if not self._completion.is_chat or self._completion.prompts.with_ids:
+            if not self.completion.is_chat or self.completion.prompts.with_ids:
                 tokens.append(answer.stop_token)
         return tokens, ids
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage. A prompt is counted once, however many choices it has."""
-        prompt_usages = [choice.usage for choice in self._choices[:: self._completion.n]]
+        prompt_usages = [choice.usage for choice in self._choices[:: self.completion.n]]
         num_prompt, num_new = sum(usage.prompt_tokens for usage in prompt_usages), self.num_tokens
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
         details: Counter[str] = Counter()
@@ -116,7 +123,7 @@ class OpenAIExchange:
     def event(self, index: int, answer: Delta) -> bytes:
         events = [as_event(chunk) for chunk in self._chunks(self._choice(index, answer), answer)]
         if answer.is_end and all(choice.finish_reason for choice in self._choices):
-            if self._completion.include_usage:
+            if self.completion.include_usage:
                 events.append(as_event({**self._chunk([]), "usage": self._usage()}))
             events.append(DONE)
         return b"".join(events)
@@ -126,37 +133,37 @@ class OpenAIExchange:
         the role.
         """
         parts, (tokens, ids) = choice.take(answer), self._tokens(answer)
-        index, text, prompts = choice.index, answer.token, self._completion.prompts
+        index, text, prompts = choice.index, answer.token, self.completion.prompts
         prompt_fields: dict[str, Any] = {}
         chunks: list[dict[str, Any]] = []
         if not choice.has_begun:
             choice.has_begun = True
             prompt_fields = prompts.fields(choice.prompt_details)
-            if self._completion.is_chat:
+            if self.completion.is_chat:
                 delta = {"role": "assistant", "content": ""}
                 chunks.append({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
             else:
                 text, tokens = self._echo(choice) + text, prompts.echoed(choice.prompt_details) + tokens
         logprobs = self._logprobs(choice, text, tokens)
-        added = self._message(parts, choice) if self._completion.is_chat else {"text": text}
+        added = self._message(parts, choice) if self.completion.is_chat else {"text": text}
         shown_ids = prompts.with_ids and ids  # also of tokens without text, such as parts of characters
         if any(added.values()) or logprobs or shown_ids or prompt_fields or choice.finish_reason:
-            content = {"delta": added} if self._completion.is_chat else added
+            content = {"delta": added} if self.completion.is_chat else added
             chunk = {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
             if prompts.with_ids:
                 chunk["token_ids"] = ids
             if choice.finish_reason:
                 chunk["stop_reason"] = choice.stop_reason
             chunks.append(chunk)
-        if not self._completion.is_chat:
+        if not self.completion.is_chat:
             return [self._chunk([chunk | prompt_fields]) for chunk in chunks]
         return [self._chunk([chunk]) | (prompt_fields if place == 0 else {}) for place, chunk in enumerate(chunks)]
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._completion.is_chat else "text_completion"
+        kind = "chat.completion.chunk" if self.completion.is_chat else "text_completion"
         chunk = {**self._head, "object": kind, "choices": choices}
-        if self._completion.include_usage:
-            chunk["usage"] = self._usage() if self._completion.continuous_usage else None
+        if self.completion.include_usage:
+            chunk["usage"] = self._usage() if self.completion.continuous_usage else None
         return chunk
 
     # --- one piece ---
@@ -170,16 +177,16 @@ class OpenAIExchange:
         choice.token_ids += ids
 
     def whole(self) -> dict[str, Any]:
-        kind = "chat.completion" if self._completion.is_chat else "text_completion"
+        kind = "chat.completion" if self.completion.is_chat else "text_completion"
         choices = [self._whole_choice(choice) for choice in self._choices]
         prompt_fields = (
-            self._completion.prompts.fields(self._choices[0].prompt_details) if self._completion.is_chat else {}
+            self.completion.prompts.fields(self._choices[0].prompt_details) if self.completion.is_chat else {}
         )
         return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **prompt_fields}
 
     def _whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
-        prompts, text = self._completion.prompts, self._echo(choice) + "".join(choice.texts)
-        if self._completion.is_chat:
+        prompts, text = self.completion.prompts, self._echo(choice) + "".join(choice.texts)
+        if self.completion.is_chat:
             message = {"role": "assistant", "content": "", "refusal": None, **self._message(choice.parts, choice)}
             for call in message.get("tool_calls", ()):
                 del call["index"]
@@ -216,14 +223,14 @@ class OpenAIExchange:
             else:
                 call = calls.setdefault(part.call_index, {"index": part.call_index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += part.text
-        if wanted := [call for index, call in calls.items() if index == 0 or self._completion.tools.is_parallel]:
+        if wanted := [call for index, call in calls.items() if index == 0 or self.completion.tools.is_parallel]:
             message["tool_calls"] = wanted
         if not message and not choice.reader.num_calls:
             message[CONTENT] = ""
         return message
 
     def _call_id(self) -> str:
-        calls = self._completion.tools.calls
+        calls = self.completion.tools.calls
         assert calls
         return ("" if calls.call_id_len < 10 else "call_") + uuid.uuid4().hex[: calls.call_id_len]
 
@@ -231,8 +238,8 @@ class OpenAIExchange:
 
     def _logprobs(self, choice: ChoiceState, text: str, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """Return the logprobs object of `tokens`. `text` is the text that was added to the choice with them."""
-        if not self._completion.with_logprobs:
+        if not self.completion.with_logprobs:
             return None
-        if self._completion.is_chat:
-            return of_chat(tokens, self._completion.as_token_ids)
-        return of_completion(choice.aligned.offsets(text, tokens), tokens, self._completion.as_token_ids)
+        if self.completion.is_chat:
+            return of_chat(tokens, self.completion.as_token_ids)
+        return of_completion(choice.aligned.offsets(text, tokens), tokens, self.completion.as_token_ids)

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.wire import Delta
 from gateway.json_encoder import dump
-from gateway.openai.answer import ChoiceState
+from gateway.openai.answer import ChoiceState, CompletionExchange
 from gateway.openai.output_parser import CONTENT, REASONING, TOOL_CALL, OutputPart
 from gateway.openai.request import CompletionRequest
 
@@ -31,24 +31,16 @@ class ContentBlock:
     block_id: str = ""
 
 
-class ContentBlockExchange:
-    """Exchange (`gateway.protocol.Exchange`) of a chat with one answer in content blocks.
+class ContentBlockExchange(CompletionExchange):
+    """Exchange of a chat with one answer in content blocks.
 
     A subclass implements `whole` and the methods that return events, which are objects with a `type`. `names` maps the
     chat's fields to the names that its protocol uses.
     """
 
     def __init__(self, completion: CompletionRequest, names: Mapping[str, str]):
-        self.requests = completion.requests
-        self.answer_id = completion.answer_id
-        self.names: Mapping[str, str] = {
-            **names,
-            **{native: names.get(name, name) for native, name in completion.names.items()},
-        }
-        self.stream = completion.stream
-        self.timeout_s = completion.timeout_s
-        self.unenforced = completion.unenforced
-        self.completion = completion
+        super().__init__(completion)
+        self.names = {**names, **{native: names.get(name, name) for native, name in completion.names.items()}}
         self.choice = ChoiceState(0, completion.reader())
         self.blocks: list[ContentBlock] = []
         self.ids = uuid.uuid4().hex[:20]  # prefix of the blocks' ids

@@ -29,7 +29,7 @@ class ResumableExchange(OpenAIExchange):
         self._num_tokens = num_tokens
 
     def event(self, index: int, answer: Delta) -> bytes:
-        begins = self._completion.is_chat and not self._choice(index, answer).has_begun
+        begins = self.completion.is_chat and not self._choice(index, answer).has_begun
         before = list(self._num_tokens)
         self._num_tokens[answer.index] = answer.send_idx + len(answer.token_ids)
         events = super().event(index, answer).split(b"\n\n")[:-1]

@@ -162,13 +162,21 @@ SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}}
 CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_schema_of_the_text_leaves_room_for_calls(tmp_path, name):
-    """Agents send tools and the format of their last answer with every request."""
-    write_tokenizer(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+@pytest.fixture(scope="module")
+def tokenizer_and_grammars(tmp_path_factory):
+    """Return a tokenizer with a special token for Mistral's calls, and grammar workers that have loaded it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
     config["additional_special_tokens"] = ["[TOOL_CALLS]"]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with contextlib.closing(GrammarPool(partial(Tokenizer.load, folder), VOCAB_SIZE)) as grammars:
+        yield Tokenizer.load(folder), grammars
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_schema_of_the_text_leaves_room_for_calls(tokenizer_and_grammars, name):
+    """Agents send tools and the format of their last answer with every request."""
     backend, settings = FakeBackend("{}"), {"tool_call_parser": name}
     unchecked = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     odd = {"type": "function", "function": {"name": "odd", "parameters": unchecked}}
@@ -177,13 +185,13 @@ def test_a_schema_of_the_text_leaves_room_for_calls(tmp_path, name):
     [body] = backend.bodies
     assert body["response_format"] == {"type": "text"} and len(body["chat_template_kwargs"]["tools"]) == 3
     reported, grammar = set(), body["guided_grammar"]
-    with contextlib.closing(GrammarPool(partial(Tokenizer.load, tmp_path), VOCAB_SIZE)) as grammars:
-        guided = Guided(Tokenizer.load(tmp_path), grammars=grammars)
-        for seed in range(16):
-            text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
-            content, _, calls = read(text, calls=FORMATS[name], names=["weather", "time", "odd"])
-            assert bool(content) != bool(calls)
-            reported |= {name for name, _ in calls} or {content}
+    tokenizer, grammars = tokenizer_and_grammars
+    guided = Guided(tokenizer, grammars=grammars)
+    for seed in range(16):
+        text = guided.run(a_request(f"{seed}", "guided_grammar", grammar, seed=seed, temperature=5.0))
+        content, _, calls = read(text, calls=FORMATS[name], names=["weather", "time", "odd"])
+        assert bool(content) != bool(calls)
+        reported |= {name for name, _ in calls} or {content}
     assert {"weather", "time"} < reported and reported - {"weather", "time", "odd"} <= {"{}", '{"city": "Rome"}'}
     for fields in ({"response_format": {"type": "text"}}, {"response_format": CITY, "tools": []}):
         ask(backend, settings, **fields)
