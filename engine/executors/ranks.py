@@ -39,6 +39,7 @@ from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 
+RANK_PROCESS = "engine.executors.rank_process"  # the module that runs in the process of another rank
 LAUNCH, ALLOCATE, WARM_UP, FREE_BYTES = "launch", "allocate", "warm_up", "free_bytes"  # FREE_BYTES has a reply
 LOAD, DROP = "load", "drop"  # adapters; the reply to LOAD is an error message, or empty
 DRAFT = "draft"  # a call of `ServedDraftGraph`
@@ -230,7 +231,7 @@ def start_ranks(
     for membership in memberships:
         (ours, theirs), (blocks, their_blocks) = Pipe(), Pipe()
         fds = (theirs.fileno(), their_blocks.fileno(), membership.shared_memory_fd)
-        command = [sys.executable, "-m", "engine.executors.rank_process", *map(str, fds[:2])]
+        command = [sys.executable, "-m", RANK_PROCESS, *map(str, fds[:2])]
         process = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdin=subprocess.DEVNULL)
         theirs.close()
         their_blocks.close()
