@@ -1,4 +1,4 @@
-"""Shared stream of model responses (engine/wire/shared.py).
+"""Shared stream of model responses (engine/wire/shared_answers.py).
 
 A request's answers arrive on the shared stream and on its own stream; they are merged in token order. It is independent
 of HTTP.

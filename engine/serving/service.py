@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from engine import wire
 from engine.errors import Cancelled, EngineUnavailable, RequestError, as_request_error, waited_too_long
 from engine.serving.admission import Admission
-from engine.serving.background import BackgroundSender
+from engine.serving.background_sender import BackgroundSender
 from engine.serving.finished_requests import FinishedRequest
 from engine.serving.input_processor import InputProcessor
 from engine.serving.latency import LatencyStats, RequestRecord

@@ -1,5 +1,6 @@
-"""Response streams shared by several requests (engine/wire/shared.py). A response costs Triton, the Python stub and the
-gateway far more than its content, so deltas of several requests are sent as one response. Independent of their content.
+"""Response streams shared by several requests (engine/wire/shared_answers.py). A response costs Triton, the Python stub
+and the gateway far more than its content, so deltas of several requests are sent as one response. Independent of their
+content.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from functools import partial
 
 from engine import wire
 from engine.errors import Cancelled, InvalidRequest, RequestError, UnknownAnswer
-from engine.serving.background import BackgroundSender
+from engine.serving.background_sender import BackgroundSender
 from engine.serving.choice import RequestState
 from engine.serving.finished_requests import FinishedRequest, FinishedRequestCache, check_same
 from engine.serving.open_replies import OpenReplies

@@ -52,8 +52,8 @@ from engine.wire.request import (
     req_id_of,
 )
 from engine.wire.schema import schema_of
-from engine.wire.shared import SHARE, SHARED, SharedAnswers, read_shared, shared_of, write_shared
-from engine.wire.stored import (
+from engine.wire.shared_answers import SHARE, SHARED, SharedAnswers, read_shared, shared_of, write_shared
+from engine.wire.stored_response import (
     CANCEL,
     CANCELLED,
     COMPLETED,

@@ -16,7 +16,7 @@ import msgspec
 from engine.errors import RequestError, error_of
 from engine.wire.delta import Delta, Final, Usage
 from engine.wire.loras import LoraList
-from engine.wire.stored import StoredResponse
+from engine.wire.stored_response import StoredResponse
 from engine.wire.tokens import DetokenizeResponse, TokenizeResponse
 
 VERSION = "4.6"  # of FastDeploy, whose error object this is

@@ -18,8 +18,8 @@ from engine.wire.fields import FIELDS
 from engine.wire.images import ImagePart, take_images
 from engine.wire.loras import LORA_FIELDS
 from engine.wire.owner import OWNER
-from engine.wire.shared import SHARE
-from engine.wire.stored import STORE, STORED
+from engine.wire.shared_answers import SHARE
+from engine.wire.stored_response import STORE, STORED
 from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS, StructuredOutput
 
 PROBE = "probe"  # a request with this key set is answered at once with the ModelState, with METRICS also its metrics
