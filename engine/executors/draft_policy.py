@@ -21,7 +21,7 @@ GROWTH, AHEAD_GROWTH = 0.25, 0.0
 NUM_TRUSTED = 3  # measurements of a step time that are needed to rely on it
 NUM_KNOWN_WELL = 16  # those from which on a single one counts less
 MIN_GAIN = 1.03  # expected ratio of token rates from which drafts are verified
-LOSS_SHARE = 0.006  # of the time of all steps that drafts may cost
+LOSS_SHARE = 0.005  # of the time of all steps that drafts may cost
 MAX_BALANCE = 20.0  # steps without drafts whose time earlier gains may be spent on
 MAX_SPIKE = 1.5  # of an unusually slow step, in its usual time, that counts
 CREDIT = 9.0  # of these steps, at the start, for each number of rows
@@ -32,6 +32,7 @@ NUM_PROBES = 8  # steps without chosen drafts after which the policy rests
 # On a device that runs ahead, only the steps of a rest have the time of steps without drafts.
 NUM_UNSETTLED, NUM_MEASURED = 2, NUM_TRUSTED + 1  # steps at the beginning of a rest, and those that are measured then
 REST, MORE_REST = 48, 16  # steps of a rest if drafts do not seem to pay, and of its continuation as long as they do not
+MAX_READING = 4.0  # of a step in which states of the steps of a rest are read, in its usual time, that counts
 Offer = tuple[int, int]  # level and number of the drafts of a row
 Group = tuple[float, int, list[int]]  # drafts at one position of equal offers: probability, position, indices of offers
 END: Group = (0.0, 0, [])  # behind the last group
@@ -179,9 +180,10 @@ class DraftPolicy:
         """Note that the next step is the first one of a rest, on a device that runs ahead."""
         self._num_rested = 0
 
-    def rest(self, seconds: float, rows: Sequence[Row] = ()) -> None:
+    def rest(self, seconds: float, rows: Sequence[Row] = (), *, is_usual: bool = True) -> None:
         """Note a step that was computed while the policy rests, and its time, which counts on a device that runs
-        ahead. There the rest goes on until drafts seem to pay."""
+        ahead. There the rest goes on until drafts seem to pay. A step is not usual if hidden states were read in its
+        time, which is a cost of drafts."""
         self.acceptance.age()
         self._num_rested += 1
         self._balance_s += LOSS_SHARE * seconds
@@ -190,7 +192,9 @@ class DraftPolicy:
             return
         num_rows, _ = _tokens_of(rows)
         times = self._times_of(num_rows)
-        if num_rows == len(rows):
+        if not is_usual:
+            self._balance_s += times.measured(0) - min(seconds, MAX_READING * times.measured(0))
+        elif num_rows == len(rows):
             if self._num_rested == 1:  # It has waited for the step before.
                 self._balance_s -= min(max(seconds - times.measured(0), 0.0), times.measured(0))
             elif self._num_rested > NUM_UNSETTLED:

@@ -25,6 +25,8 @@ from engine.executors.rank_blocks import BlockAccess
 from engine.executors.step import DraftingStep, Mask, PassedStep, StepInThread
 from engine.settings.config import Config
 
+NUM_READING = 3  # steps in whose time the source reads: the one that has ended, the one that runs, and the next
+
 
 class DraftSource(Protocol):
     """Source of draft tokens for the rows of a step: earlier tokens, or a draft model."""
@@ -58,19 +60,18 @@ class DraftSource(Protocol):
         """Read what a step has computed beside its tokens, which are in `slots`. `noted`: the result of `note`."""
         ...
 
-    def may_pass(self, rows: Sequence[Row]) -> bool:
-        """Return whether a step with these rows may run while the next one is launched, if `note` and `keep` are called
-        for it in place of `read`."""
+    def may_pass(self, batch: Batch) -> bool:
+        """Return whether a step may run while the next one is launched, if `keep` is called for it in place of `note`
+        and `read`."""
         ...
 
     def note(self, rows: Sequence[Row]) -> Any:
         """Note what a step that was launched computes beside its tokens, before the next one overwrites it."""
         ...
 
-    def keep(
-        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
-    ) -> None:
-        """Keep what was noted of a step whose tokens are now in `slots`."""
+    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> bool:
+        """Note that a step was launched ahead, whose tokens are now in `slots`. Return whether the device now reads
+        what such steps have computed beside their tokens, which takes time from the next steps."""
         ...
 
     def learn(self, judged: Sequence[Judged], policy: DraftPolicy, gain_s: float, step_s: float) -> None:
@@ -128,6 +129,7 @@ class DraftingExecutor:
         if policy and self._is_ahead:
             policy.is_ahead = True
         self._passed: deque[PassedStep] = deque()  # launched ahead, the last ones; their tokens may be unknown
+        self._num_reading = 0  # the next ones of them, in whose time the source reads
         self._last: DraftingStep | None = None  # launched in the thread, unless a passed step came behind it
         self._kept_back: tuple[DraftingStep, StepOutput] | None = None  # result of a step, until the next is launched
         self._ended_s = 0.0  # when the last step has ended
@@ -166,7 +168,7 @@ class DraftingExecutor:
     def launch(self, batch: Batch) -> Step:
         if self._computes and not batch.max_drafts and not any(row.token_ids[0] == PENDING for row in batch.rows):
             return StepInThread(self._thread, batch, self._pass_on)
-        if self._is_ahead and not batch.max_drafts and self._source.may_pass(batch.rows):
+        if self._is_ahead and not batch.max_drafts and self._source.may_pass(batch):
             return self._pass_ahead(batch)
         while self._passed:
             self._passed.popleft().result()
@@ -245,28 +247,24 @@ class DraftingExecutor:
         if not self._passed:
             batch = batch._replace(rows=[self._slots[row.slot].fill_in(row) for row in batch.rows])
         rows, step = batch.rows, self._executor.launch(batch)
-        noted, slots = (
-            self._source.note(rows),
-            {slot: self._slots[slot] for row in rows for slot in (row.slot, *row.forks)},
-        )
-        passed = PassedStep(step, lambda output: self._finish(rows, slots, noted, (output, began)))
+        slots = {slot: self._slots[slot] for row in rows for slot in (row.slot, *row.forks)}
+        passed = PassedStep(step, lambda output: self._finish(rows, slots, (output, began)))
         self._passed.append(passed)
         return passed
 
-    def _finish(
-        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: Any, result: tuple[StepOutput, float]
-    ) -> None:
+    def _finish(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], result: tuple[StepOutput, float]) -> None:
         """Note the tokens of a step that was launched ahead. `slots` are those at that time: since then other requests
         may have taken some of them. `result` has the output, and when the step was launched."""
         output, began = result
         self._append(rows, output, slots=slots)
-        live = {slot: each for slot, each in slots.items() if self._slots[slot] is each}
-        self._source.keep(rows, live, self._policy, noted)
+        if self._source.keep(rows, slots, self._policy):
+            self._num_reading = NUM_READING
         now = time.perf_counter()
         if self._policy:
             seconds = now - max(began, self._ended_s)
-            self._policy.rest(seconds, rows)
+            self._policy.rest(seconds, rows, is_usual=not self._num_reading)
             self._source.learn((), self._policy, 0.0, seconds)
+        self._num_reading = max(self._num_reading - 1, 0)
         self._ended_s = now
 
     def _begin(self, batch: Batch) -> None:

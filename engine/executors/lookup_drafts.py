@@ -90,16 +90,14 @@ class LookupDrafts:
     ) -> None:
         """Do nothing: a lookup needs only tokens."""
 
-    def may_pass(self, rows: Sequence[Row]) -> bool:
+    def may_pass(self, batch: Batch) -> bool:
         return True
 
     def note(self, rows: Sequence[Row]) -> None:
         """Do nothing, as in `read`."""
 
-    def keep(
-        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
-    ) -> None:
-        """Do nothing, as in `read`."""
+    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> bool:
+        return False
 
     def learn(self, judged: Sequence[Judged], policy: DraftPolicy, gain_s: float, step_s: float) -> None:
         """Do nothing: a lookup invests no time, and all its drafts are judged, also those that no step has verified."""

@@ -125,16 +125,14 @@ class ModelDrafts:
     ) -> None:
         """Do nothing: the draft model needs only tokens, which it reads when it drafts."""
 
-    def may_pass(self, rows: Sequence[Row]) -> bool:
+    def may_pass(self, batch: Batch) -> bool:
         return True
 
     def note(self, rows: Sequence[Row]) -> Any:
         """Do nothing, as in `read`."""
 
-    def keep(
-        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
-    ) -> None:
-        """Do nothing, as in `read`."""
+    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> bool:
+        return False
 
     def learn(self, judged: Sequence[Judged], policy: DraftPolicy, gain_s: float, step_s: float) -> None:
         for slot, level, num_drafts, num_right in judged:

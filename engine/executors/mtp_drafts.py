@@ -4,7 +4,7 @@ behind it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,13 +15,21 @@ from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot, Drafts
 from engine.executors.model_drafts import SHORT, DraftModel, DraftRow, ModelDrafts, Wish
 
+NUM_KEPT = 7 * SHORT  # states of the last tokens of a slot that stay on a device where steps are launched ahead
+MAX_PASSED = NUM_KEPT - 2 * SHORT  # steps that may be launched ahead until the layer reads their states
+
 
 class MtpLayer(DraftModel, Protocol):
     """An MTP layer or an EAGLE-3 head on a device."""
 
     # By slot, its own hidden state of the last token it has sampled, if it samples one token in a run.
     drafted_states: dict[int, np.ndarray]
-    num_kept: int  # states of a slot that it may have to keep until they are read, besides those of a long piece
+
+    @property
+    def kept_states(self) -> Callable[[int, int, int], np.ndarray] | None:
+        """Return the states of the last NUM_KEPT tokens of a slot, from one position to another. None where steps are
+        not launched ahead: the states of a step are lost there when the next one is computed."""
+        ...
 
     def step_states(self, rows: Sequence[Row]) -> np.ndarray:
         """Return the hidden states of all tokens of the step that has just run, [tokens, ...]. They are arrays of
@@ -57,11 +65,10 @@ class MtpDrafts(ModelDrafts):
 
     Position p of the layer reads the hidden state of token p and the token p + 1, and drafts token p + 2. The states of
     a step exist only until the next one, so they are kept until the layer reads them: when it drafts, or at the latest
-    when a slot has more than SHORT of them, as after a piece of a prompt. While steps are launched ahead, they may be
-    half of those that the layer can keep. They are dropped instead while reading has cost more than drafts have saved.
-    States that were
-    dropped or never seen, such as those of the last tokens of a cached prefix, are read as zeros; a request that lacks
-    more than SHORT of them has no drafts.
+    when a slot has more than SHORT of them, as after a piece of a prompt. Those of steps that are launched ahead stay
+    on the device, and the layer reads them after MAX_PASSED steps, for all slots together. They are dropped instead
+    while reading has cost more than drafts have saved. States that were dropped or never seen, such as those of the
+    last tokens of a cached prefix, are read as zeros; a request that lacks more than SHORT of them has no drafts.
     """
 
     _model: MtpLayer
@@ -70,6 +77,7 @@ class MtpDrafts(ModelDrafts):
         super().__init__(model, vocab_size)
         self.method = method
         self._unread: dict[int, Unread] = {}
+        self._num_passed = 0  # steps that were launched ahead since their states were read
 
     def begin(self, batch: Batch, slots: Mapping[int, DraftedSlot]) -> None:
         super().begin(batch, slots)
@@ -80,21 +88,38 @@ class MtpDrafts(ModelDrafts):
         self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: Any
     ) -> None:
         self._keep_all(rows, slots, noted)
-        token_ids = {slot: slots[slot].token_ids for slot in self._unread if slot in slots}
-        self._read_long(token_ids, SHORT, _step_s(rows, policy))
+        self._read_long({slot: slots[slot].token_ids for slot in self._unread if slot in slots}, _step_s(rows, policy))
 
-    def may_pass(self, rows: Sequence[Row]) -> bool:
-        return all(len(row.token_ids) == 1 and not row.forks for row in rows)
+    def may_pass(self, batch: Batch) -> bool:
+        return not batch.arrivals and all(len(row.token_ids) == 1 and not row.forks for row in batch.rows)
 
     def note(self, rows: Sequence[Row]) -> np.ndarray:
         return self._model.step_states(rows)
 
-    def keep(
-        self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None, noted: np.ndarray
-    ) -> None:
-        self._keep_all(rows, slots, noted)
-        token_ids = {slot: each.token_ids for slot, each in slots.items()}
-        self._read_long(token_ids, self._model.num_kept // 2, _step_s(rows, policy), waits=False)
+    def keep(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None) -> bool:
+        self._num_passed += 1
+        if self._num_passed < MAX_PASSED:
+            return False
+        self._catch_up([(row.slot, min(row.start, len(slots[row.slot].token_ids) - 2) + 1) for row in rows])
+        token_ids = {row.slot: slots[row.slot].token_ids for row in rows if row.slot in self._unread}
+        if policy and not policy.wants_offers:
+            for slot in token_ids:
+                del self._unread[slot]
+            return False
+        return self._read_long(token_ids, _step_s(rows, policy), waits=False)
+
+    def _catch_up(self, ends: Iterable[tuple[int, int]]) -> None:
+        """Note the states of steps that were launched ahead. `ends` are slots and the positions behind those states."""
+        self._num_passed, kept_states = 0, self._model.kept_states
+        assert kept_states
+        for slot, end in ends:
+            unread = self._unread.get(slot)
+            if unread is None or unread.end >= end:
+                continue
+            if end - unread.start > NUM_KEPT:
+                del self._unread[slot]
+            else:
+                unread.append(kept_states(slot, unread.end, end))
 
     def _keep_all(self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], noted: np.ndarray) -> None:
         first, noted = 0, noted.copy()
@@ -109,6 +134,8 @@ class MtpDrafts(ModelDrafts):
     def drafts(
         self, rows: Sequence[Row], slots: Mapping[int, DraftedSlot], max_drafts: int, policy: DraftPolicy | None
     ) -> Drafts:
+        if self._num_passed:
+            self._catch_up([(row.slot, row.start) for row in rows])
         able = [row if self._has_last(row.slot, slots[row.slot]) else replace(row, max_drafts=0) for row in rows]
         return super().drafts(able, slots, max_drafts, policy)
 
@@ -145,18 +172,16 @@ class MtpDrafts(ModelDrafts):
         self._unread[slot] = Unread(start + len(states) - 1, states[-1:].copy())
         return row
 
-    def _read_long(
-        self, token_ids: Mapping[int, Sequence[int]], longest: int, step_s: float, *, waits: bool = True
-    ) -> None:
-        """Let the layer read the states of each slot that has more than `longest` of them, except the last one, from
+    def _read_long(self, token_ids: Mapping[int, Sequence[int]], step_s: float, *, waits: bool = True) -> bool:
+        """Let the layer read the states of each slot that has more than SHORT of them, except the last one, from
         which it drafts later. They are dropped instead while reading has cost more than drafts have saved.
         `token_ids` are the known tokens of the slots. A device that runs ahead need not be waited for, except where
-        there are more than a run takes."""
-        long = [slot for slot in token_ids if len(self._unread.get(slot, ())) > longest]
+        there are more than a run takes. Return whether the layer reads any."""
+        long = [slot for slot in token_ids if len(self._unread.get(slot, ())) > SHORT]
         if not self._costs.may_read(sum(len(self._unread[slot]) for slot in long), step_s):
             for slot in long:
                 del self._unread[slot]
-            return
+            return False
         for piece in _pieces([self._all_but_last(slot, token_ids[slot]) for slot in long], self._model.chunk):
             num_tokens, began = sum(len(row.token_ids) for row in piece), time.perf_counter()
             if waits or not self._model.begin:
@@ -166,9 +191,10 @@ class MtpDrafts(ModelDrafts):
                 self._model.begin(piece, 0)
                 self.invested_s += self._costs.owe(num_tokens)
             waits = True
+        return bool(long)
 
     def _first_rows(self, wishes: Sequence[Wish], step_s: float) -> tuple[list[DraftRow], list[Wish]]:
-        self._read_long({wish.slot: wish.token_ids for wish in wishes}, SHORT, step_s, waits=False)
+        self._read_long({wish.slot: wish.token_ids for wish in wishes}, step_s, waits=False)
         ready = [wish for wish in wishes if wish.slot in self._unread]
         return [self._row(wish.slot, wish.token_ids, len(wish.token_ids) - wish.prompt_len) for wish in ready], ready
 

@@ -10,9 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
+from engine.core.draft_counts import ACCEPTED, DRAFTED  # noqa: E402
 from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
-from engine.executors import make_executor, make_host, make_mtp_source  # noqa: E402
+from engine.executors import (  # noqa: E402
+    make_executor,
+    make_host,
+    make_mtp_source,
+    mtp_drafts,  # noqa: E402
+)
 from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer  # noqa: E402
 from engine.executors.cuda.draft_runs import DraftRunGraphs, run_shape  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
@@ -285,8 +291,10 @@ def test_captured_and_launched_drafts_are_right(method, family, models, device, 
 
 @pytest.mark.usefixtures("products_are_chains_of_sums")
 @pytest.mark.parametrize("case", ["mtp, right", "eagle3, right", "draft, right", "mtp, wrong, with states"])
-def test_steps_of_a_rest_change_no_answer(case, models, device):
-    """They are launched before the tokens of those before are known, on captured graphs if there are any."""
+def test_steps_of_a_rest_change_no_answer(case, models, device, monkeypatch):
+    """They are launched before the tokens of those before are known, on captured graphs if there are any. Drafts that
+    are right stay right, as a layer reads the hidden states of these steps, too."""
+    monkeypatch.setattr(mtp_drafts, "MAX_PASSED", 3)
     method, family, dtype, is_right, _ = CASES[case]
     graph_dir, draft_dir = models(method, family, dtype, is_right)
     config, policy = replace(BASE, speculate_method=method), Restless(0.7)
@@ -298,6 +306,9 @@ def test_steps_of_a_rest_change_no_answer(case, models, device):
     found = answers(drafting, config, 400)[0] if IS_INTERPRETED else run(drafting, config, 400, times=2)[0]
     assert found == expected
     assert policy.num_rested > (2 if IS_INTERPRETED else 20)
+    counts = drafting.draft_counts.stats()
+    drafted, accepted = (sum(counts[name] for name in counts if name.startswith(kind)) for kind in (DRAFTED, ACCEPTED))
+    assert accepted > 0.8 * drafted or not is_right
     drafting.close()
 
 

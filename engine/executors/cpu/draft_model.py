@@ -14,7 +14,7 @@ from engine.executors.cpu.draft_graph import CpuDraftGraph
 from engine.executors.cpu.executor import CpuExecutor
 from engine.executors.cpu.program import CpuProgram
 from engine.executors.draft_slots import DraftSlots, SlotSizes, graph_inputs
-from engine.executors.model_drafts import CHUNK, SHORT, DraftRow
+from engine.executors.model_drafts import CHUNK, DraftRow
 from engine.executors.rank_drafts import RankDraftGraph
 from engine.exporting.manifest import Manifest
 from engine.models import eagle3
@@ -96,7 +96,7 @@ class CpuMtpLayer(CpuDraftModel):
         self._draft_ids = np.load(ids) if name == eagle3.EAGLE3_GRAPH and ids.exists() else None
         self._vocab_size = model.vocab_size
         self._first = first
-        self.num_kept = SHORT
+        self.kept_states = None
         self.drafted_states: dict[int, np.ndarray] = {}
         super().__init__(draft_graph, model.max_seq_len, SlotSizes.of(model, num_slots))
 

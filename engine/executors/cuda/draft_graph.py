@@ -18,6 +18,7 @@ from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import CudaProgram
 from engine.executors.draft_slots import SlotSizes, graph_inputs
 from engine.executors.model_drafts import SHORT, DraftRow
+from engine.executors.mtp_drafts import NUM_KEPT
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.models import eagle3
 from engine.models.kv_cache import CacheSpec
@@ -29,7 +30,7 @@ from engine.settings.config import Config
 if TYPE_CHECKING:
     from engine.executors.cuda.executor import CudaExecutor
 
-RING = 8 * SHORT  # hidden states that are kept of a slot: those not yet read, and those of one more step
+RING = NUM_KEPT + SHORT  # hidden states that are kept of a slot: those not yet read, and those of one more step
 DEPTH = "depth"  # i32 [1]: tokens that a run samples for each row that samples
 
 

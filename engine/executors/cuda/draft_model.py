@@ -18,7 +18,7 @@ from engine.executors.cuda.draft_runs import STATE_ROWS, fields_of
 from engine.executors.cuda.executor import CudaExecutor
 from engine.executors.cuda.host_transfers import Download
 from engine.executors.draft_slots import DraftSlots, SlotSizes, graph_inputs
-from engine.executors.model_drafts import SHORT, DraftRow
+from engine.executors.model_drafts import DraftRow
 from engine.executors.rank_drafts import RankDraftGraph
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
@@ -100,7 +100,6 @@ class CudaMtpLayer(CudaDraftModel):
     def __init__(self, first: CudaExecutor, draft_graph: RankDraftGraph, config: Config):
         """Take the first rank of the model, and the graph of SPECULATE_METHOD of its export on all ranks."""
         model = Manifest.read(first.graph_dir)
-        self.num_kept = RING - SHORT
         self._first = first
         self.drafted_states: dict[int, np.ndarray] = {}
         super().__init__(draft_graph, model.max_seq_len, first, config, SlotSizes.of(model, config.batch_size))
@@ -109,3 +108,7 @@ class CudaMtpLayer(CudaDraftModel):
         """Return the row of each token of the step that was launched last, i32 [tokens]. The step writes its states
         there."""
         return self._first.kept_rows.astype(np.int32)
+
+    def kept_states(self, slot: int, start: int, end: int) -> np.ndarray:
+        """Return the rows of the tokens of a slot from position `start` to `end`, i32 [end - start]."""
+        return np.arange(start, end, dtype=np.int32) % RING + 1 + slot * RING

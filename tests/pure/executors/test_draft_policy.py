@@ -8,6 +8,7 @@ from engine.core.types import Row
 from engine.executors.draft_policy import (
     LOSS_SHARE,
     MAX_BALANCE,
+    MAX_READING,
     MIN_GAIN,
     OPTIMISM,
     Acceptance,
@@ -220,6 +221,21 @@ def test_steps_without_drafts_are_measured_the_sooner_the_less_drafts_gain(step_
     assert num_found == pytest.approx((4 * 0.004 / step_s / MIN_GAIN - 1) / OPTIMISM, rel=0.1)
     policy.observe(1, 0, 1, (0.004, 0.0))
     assert policy.rests
+
+
+def test_reading_states_in_a_rest_is_paid_from_the_balance_and_measures_nothing():
+    policy, row = DraftPolicy(), Row(0, 0, [0], ())
+    policy.is_ahead = True
+    policy.observe(1, 0, 1, (0.004, 0.0))
+    while policy.rests:
+        policy.rest(0.004, [row])
+    before_s = policy._balance_s
+    for seconds in (0.006, 0.002, 0.009):
+        policy.rest(seconds, [row], is_usual=False)
+    assert policy._balance_s == pytest.approx(before_s - 0.005 + LOSS_SHARE * 0.017)
+    policy.rest(10.0, [row], is_usual=False)  # another process has taken the CPU
+    assert policy._balance_s > before_s - 0.005 - MAX_READING * 0.004
+    assert policy._times[1].measured(0) == pytest.approx(0.004)
 
 
 def test_wrong_first_measurements_change_no_time_of_another_number_of_tokens():

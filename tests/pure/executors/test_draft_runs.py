@@ -13,7 +13,7 @@ from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot
 from engine.executors.drafting import DraftingExecutor
 from engine.executors.model_drafts import ModelDrafts
-from engine.executors.mtp_drafts import MtpDrafts
+from engine.executors.mtp_drafts import MAX_PASSED, MtpDrafts
 from tests.patience import PATIENCE_S
 
 IDS, TOKENS = [-10, -11, -12], [6, 7, 8]
@@ -140,34 +140,59 @@ def test_no_step_stays_without_a_result_when_the_executor_is_closed():
 
 
 class FakeLayer(FakeModel):
-    """Layer that keeps 20 hidden states of each slot."""
+    """Layer whose states are the positions of their tokens."""
 
-    num_kept = 20
+    max_seq_len = 200
+
+    def __init__(self, events):
+        super().__init__(events)
+        self.cache = DraftCache(1, 50, 4, 0)
 
     def step_states(self, rows):
-        return np.arange(1, 1 + sum(len(row.token_ids) for row in rows), dtype=np.int32)
+        return np.concatenate([np.arange(row.start, row.start + len(row.token_ids)) for row in rows])
+
+    def kept_states(self, slot, start, end):
+        return np.arange(start, end)
+
+    def begin(self, rows, num_drafts):
+        self.given = [state for row in rows for state in row.states.tolist()]
+        return super().begin(rows, num_drafts)
 
 
-@pytest.mark.parametrize("may_read", [True, False])
-def test_a_layer_reads_the_states_of_steps_that_are_launched_ahead_unless_reading_has_cost_too_much(may_read):
-    """It reads half of those that it can keep, in runs that are not waited for, and drafts from the last one."""
+@pytest.mark.parametrize("spent", ["nothing", "for prompts", "in rests"])
+def test_a_layer_reads_the_states_of_steps_that_are_launched_ahead_unless_reading_has_cost_too_much(spent):
+    """It reads them after MAX_PASSED steps, in runs that are not waited for, and drafts from the last one."""
     events, policy = [], DraftPolicy()
-    source = MtpDrafts(FakeLayer(events), 100, "mtp")
-    source.allocate(16)
+    layer = FakeLayer(events)
+    source = MtpDrafts(layer, 100, "mtp")
+    source.allocate(50)
     policy.is_ahead = True
     for seconds in (0.01, 0.01, 0.01):
         policy._observe_base(policy._times_of(1), seconds)
-    source._costs.observe(0, 16, 0.016 if may_read else 10.0)
-    slot = DraftedSlot([3], 1, 60)
-    for start in range(40):
-        rows = [Row(0, start, [5], [range(16)] if not start else ())]
-        assert source.may_pass(rows)
+    source._costs.observe(0, 16, 10.0 if spent == "for prompts" else 0.016)
+    slot, prompt = DraftedSlot([3, 4], 2, 200), [Row(0, 0, [3, 4], [range(50)])]
+    source.begin(Batch(prompt), {})
+    slot.token_ids.append(5)
+    source.read(prompt, {0: slot}, policy, source.note(prompt))
+    if spent == "in rests":
+        policy._balance_s = 0.0
+    end = 2 + MAX_PASSED + 10
+    for start in range(2, end):
+        rows = [Row(0, start, [5], ())]
+        assert source.may_pass(Batch(rows))
         source.begin(Batch(rows), {})
         slot.token_ids.append(5)
-        source.keep(rows, {0: slot}, policy, source.note(rows))
-    assert events == ["begin"] * (3 if may_read else 0)
-    wanting = [Row(0, 40, [5], (), max_drafts=3)]
-    assert bool(source.drafts(wanting, {0: slot}, 3, None)) is may_read
+        assert source.keep(rows, {0: slot}, policy) is (spent == "nothing" and start == 1 + MAX_PASSED)
+    assert events == ["begin"] * (spent == "nothing")
+    assert bool(source.drafts([Row(0, end, [5], (), max_drafts=3)], {0: slot}, 3, None)) is (spent == "nothing")
+    if spent == "nothing":
+        assert layer.given == list(range(1 + MAX_PASSED, end))  # all that it had not read
+
+
+def test_the_first_step_of_a_request_is_not_launched_ahead_for_a_layer_that_reads_states():
+    source = MtpDrafts(FakeLayer([]), 100, "mtp")
+    row, arrival = Row(0, 0, [3], [range(16)]), Arrival(0, [3], 1, Sampling(5))
+    assert source.may_pass(Batch([row])) and not source.may_pass(Batch([row], [arrival]))
 
 
 @pytest.mark.parametrize(("prompt_len", "is_usual"), [(15, True), (20, False)])

@@ -194,7 +194,7 @@ class Restless(DraftPolicy):
     def rests(self):
         return self.rng.random() < self.share
 
-    def rest(self, seconds, rows=()):
+    def rest(self, seconds, rows=(), **heard):
         self.num_rested += 1
 
     def choose_for(self, rows, offers, draft_s=None):
@@ -230,12 +230,12 @@ class Ahead(CountingExecutor):
         return super().launch(batch)
 
 
-@pytest.mark.parametrize("may_pass", [lambda rows: True, lambda rows: all(len(row.token_ids) == 1 for row in rows)])
-def test_steps_of_a_rest_overlap_on_an_executor_that_runs_ahead(may_pass):
+@pytest.mark.parametrize("passes_prompts", [True, False])
+def test_steps_of_a_rest_overlap_on_an_executor_that_runs_ahead(passes_prompts):
     """Some of them may be followed by those of other requests in the same slots before their tokens are known."""
     config, executor, policy = Config(batch_size=3, max_num_batched_tokens=32), Ahead(), Restless(0.7)
     source = LookupDrafts("ngram", lambda arrival: Counting())
-    source.may_pass = may_pass
+    source.may_pass = lambda batch: passes_prompts or all(len(row.token_ids) == 1 for row in batch.rows)
     drafting = DraftingExecutor(executor, 3, source, policy)
     loop, answers = EngineLoop(drafting, 64, config), {}
     requests = [Request(str(n), [50 * n, 50 * n + 1], 2, Sampling(5 + 7 * n, temperature=n % 3 == 2)) for n in range(9)]
@@ -247,6 +247,21 @@ def test_steps_of_a_rest_overlap_on_an_executor_that_runs_ahead(may_pass):
     assert answers == {each.request_id: answer(each.token_ids[:2], each.sampling) for each in requests}
     assert policy.num_rested > 20 and executor.num_ahead > 10
     assert loop.stats()["num_accepted_tokens"] > 0
+    drafting.close()
+
+
+def test_the_policy_hears_of_steps_in_whose_time_a_source_reads():
+    """The source begins to read at the end of the third step, while the fourth one runs."""
+    config, policy, heard = Config(batch_size=1, max_num_batched_tokens=32), Restless(1.0), []
+    source = LookupDrafts("mtp", lambda arrival: Counting())
+    source.keep = lambda rows, slots, policy: len(heard) == 2
+    policy.rest = lambda seconds, rows, is_usual: heard.append(is_usual)
+    drafting = DraftingExecutor(Ahead(), 3, source, policy)
+    loop = EngineLoop(drafting, 64, config)
+    loop.add(Request("0", [50, 51], 2, Sampling(8)))
+    while not loop.is_idle:
+        loop.step()
+    assert heard[:6] == [True, True, False, False, False, True]
     drafting.close()
 
 
