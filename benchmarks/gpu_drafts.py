@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu_drafts eagle3 [--requests 1 8 64] [--acceptance 0.75] [--drafts 3] [--rounds 2]
 
-Weights are random, in the shapes of Llama-3-8B with an EAGLE-3 head, of a GLM-4.5 of fewer layers with its MTP layer
-(`mtp`), or of Qwen2.5-7B with Qwen2.5-0.5B (`draft`), so their drafts are never right. All of them are made and
+Weights are random, in the shapes of Llama-3-8B with an EAGLE-3 head, of GLM-4.5-Air with its MTP layer (`mtp`), or of
+Qwen2.5-7B with Qwen2.5-0.5B (`draft`), so their drafts are never right. GLM-4.5-Air has 8 of its 46 layers in bfloat16,
+unless `--layers 46 --quant weight_only_int4` stores them all in 4 bits. All drafts are made and
 verified as usual; then a sequence of numbers between 0 and 1 decides how many of them count as accepted. Its numbers
 are evenly distributed, so that two runs of equal length accept equally many. Decoding without drafts, with all drafts,
 and with those that the policy chooses, which has seen other requests before, alternates. The last line is JSON.
@@ -33,7 +34,7 @@ from engine.executors.drafting import DraftingExecutor, with_drafts
 from engine.executors.memory import allocate_cache
 from engine.executors.model_drafts import DraftRow, ModelDrafts
 from engine.executors.mtp_drafts import MtpDrafts
-from engine.exporting.export import ExportOptions, export
+from engine.exporting.export import QUANT_TYPES, ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.garbage import collect_garbage_seldom
 from engine.settings.config import Config
@@ -49,7 +50,7 @@ HEAD = LLAMA3 | {
     "num_attention_heads": 32,
     "draft_vocab_size": 32000,
 }
-GLM = {
+GLM_AIR = {
     "model_type": "glm4_moe",
     "architectures": ["Glm4MoeForCausalLM"],
     "vocab_size": 151552,
@@ -81,7 +82,7 @@ GLM = {
     "bos_token_id": 151331,
     "eos_token_id": 151329,
 }
-MODELS = {"eagle3": SHAPES["llama-3-8b"], "mtp": GLM, "draft": SHAPES["qwen2.5-7b"]}
+MODELS = {"eagle3": SHAPES["llama-3-8b"], "mtp": GLM_AIR, "draft": SHAPES["qwen2.5-7b"]}
 
 
 class Accepting:
@@ -135,23 +136,25 @@ class Timed:
             self.seconds += time.perf_counter() - began
 
 
-def exported(method: str) -> Path:
-    """Return the folder of the exported model of a method, which is made once."""
-    out = FOLDER / f"drafts-{method}"
-    if not out.exists():
-        head = write_config("head", HEAD) if method == "eagle3" else ""
-        options = ExportOptions(
-            max_seq_len=MAX_SEQ_LEN, load_format="dummy", mtp=method == "mtp", eagle3=str(head), block_size=16
-        )
-        export(write_config(f"{method}-shape", MODELS[method]), out, options, report=print)
-    return out
+def exported(method: str, num_layers: int = 0, quant_type: str = "none") -> Path:
+    """Return the folder of the exported model of a method, which is made once. `num_layers`, unless it is 0, replaces
+    the number of layers of its shape."""
+    keys = MODELS[method] | ({"num_hidden_layers": num_layers} if num_layers else {})
+    head = str(write_config("head", HEAD)) if method == "eagle3" else ""
+    name = f"drafts-{method}" + f"-{num_layers}" * bool(num_layers)
+    return exported_as(name, keys, ExportOptions(quant_type=quant_type, mtp=method == "mtp", eagle3=head))
 
 
-def exported_draft() -> Path:
-    out = FOLDER / "drafts-small"
+def exported_draft(quant_type: str = "none") -> Path:
+    return exported_as("drafts-small", SHAPES["qwen2.5-0.5b"], ExportOptions(quant_type=quant_type))
+
+
+def exported_as(name: str, keys: dict[str, Any], options: ExportOptions) -> Path:
+    """Return the folder of an exported model with random weights, which is made once."""
+    out = FOLDER / (name if options.quant_type == "none" else f"{name}-{options.quant_type}")
     if not out.exists():
-        options = ExportOptions(max_seq_len=MAX_SEQ_LEN, load_format="dummy", block_size=16)
-        export(write_config("small-shape", SHAPES["qwen2.5-0.5b"]), out, options, report=print)
+        options = replace(options, max_seq_len=MAX_SEQ_LEN, load_format="dummy", block_size=16)
+        export(write_config(f"{name}-shape", keys), out, options, report=print)
     return out
 
 
@@ -162,10 +165,11 @@ def write_config(name: str, keys: dict[str, Any]) -> Path:
     return folder
 
 
-def source_of(method: str, executor: CudaExecutor, model: Manifest, config: Config) -> ModelDrafts:
+def source_of(method: str, draft_quant: str, executor: CudaExecutor, config: Config) -> ModelDrafts:
+    model = Manifest.read(executor.graph_dir)
     if method == "draft":
         sizes = SlotSizes.of(model, config.batch_size)
-        return ModelDrafts(CudaDraftModel.load(exported_draft(), executor, config, sizes), model.vocab_size)
+        return ModelDrafts(CudaDraftModel.load(exported_draft(draft_quant), executor, config, sizes), model.vocab_size)
     layer = CudaMtpLayer(executor, executor.load_draft_graph(method), config)
     return MtpDrafts(layer, model.vocab_size, method)
 
@@ -296,7 +300,10 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--invariant", action="store_true", help="set BATCH_INVARIANT=1")
+    parser.add_argument("--layers", type=int, default=0, help="of the served model; default: of its shape")
+    parser.add_argument("--quant", choices=QUANT_TYPES, default="none", help="QUANT_TYPE of the served model")
+    parser.add_argument("--draft-quant", choices=QUANT_TYPES, default="none", help="QUANT_TYPE of the draft model")
+    parser.add_argument("--invariant", action="store_true", help="with BATCH_INVARIANT=1")
     args = parser.parse_args()
     config = Config(
         device="gpu",
@@ -309,13 +316,13 @@ def main() -> None:
         block_ratio=2.0,
     )
     drafting_config = replace(config, speculate_method=args.method, speculate_max_draft_token_num=args.drafts)
-    folder = exported(args.method)
-    model, executor = Manifest.read(folder), CudaExecutor(folder, drafting_config)  # captures steps with drafts, too
-    source = source_of(args.method, executor, model, drafting_config)
+    folder = exported(args.method, args.layers, args.quant)
+    executor = CudaExecutor(folder, drafting_config)  # captures steps with drafts, too
+    source = source_of(args.method, args.draft_quant, executor, drafting_config)
     accepting: Any = Accepting(executor, args.acceptance)
     drafting = with_drafts(accepting, drafting_config, None, source)
     collect_garbage_seldom()
-    num_blocks = allocate_cache(drafting, drafting_config, model.max_seq_len)
+    num_blocks = allocate_cache(drafting, drafting_config, MAX_SEQ_LEN)
     print(f"{torch.cuda.get_device_name()}, {args.method}, {num_blocks} blocks", flush=True)
     rows: list[dict[str, Any]] = []
     for count in args.requests:
