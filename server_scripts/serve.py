@@ -255,7 +255,10 @@ def console_paths(config: Config) -> dict[str, Path]:
 def report_running_server(run_dir: RunDir) -> int:
     """Print which server holds the lock and return the exit status 1."""
     state = run_dir.read_state()
-    print("start_server: a server is already running" + ("" if state else f", it has locked {run_dir.path}"))
+    if state and state.phase == "stopping":
+        print("start_server: a server is stopping, start again when it has stopped")
+    else:
+        print("start_server: a server is already running" + ("" if state else f", it has locked {run_dir.path}"))
     if state:
         print("  " + summary(state, run_dir.path).replace("\n", "\n  "))
     return 1

@@ -260,7 +260,12 @@ def test_a_second_start_says_what_runs(server, tmp_path):
         running.wait_until_ready()
         done = server.command("start_server")
         assert done.returncode == 1
+        assert done.stdout.startswith("start_server: a server is already running\n")
         assert f"fake is ready, pid {running.process.pid}, since " in done.stdout
+        run_dir = RunDir(server.run_dir)
+        run_dir.write_state(replace(run_dir.read_state(), phase="stopping"))
+        done = server.command("start_server")
+        assert (done.returncode, "a server is stopping, start again when it has stopped\n" in done.stdout) == (1, True)
         assert running.process.poll() is None
 
 
