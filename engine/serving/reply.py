@@ -254,7 +254,7 @@ class Reply:
         finish_reason: str | None,
         latency: LatencyStats,
     ) -> None:
-        if choice.is_over:  # a stop string has ended it while these tokens were in flight
+        if choice.is_over or self._ended:  # a stop string has ended it while these tokens were in flight
             return
         if choice.is_open:
             if pending:

@@ -30,7 +30,7 @@ def make(tokenizer):
 
     def make(sender=None, num_logprobs=-1, **fields):
         request = parse_request({"req_id": "a", "input_ids": [1, 2], **fields})
-        prompt = Prompt([1, 2], Sampling(99, seed=5, num_logprobs=num_logprobs), request.n)
+        prompt = Prompt([1, 2], Sampling(99, seed=5, num_logprobs=num_logprobs), request.best_of or request.n)
         sender = sender or FakeSender()
         calls, cancelled = [], []
         callbacks = ReplyCallbacks(
@@ -347,6 +347,16 @@ def test_a_stop_string_ends_its_choice_alone_and_the_engine_learns_of_it(make):
         (1, "xyz", "length"),
     ]
     assert reply.sender.final["is_end"] == 1
+
+
+def test_tokens_of_a_candidate_that_a_stop_string_has_ended_end_the_request_no_second_time(make):
+    reply = make(best_of=2, stop=".")
+    give(reply, "b.", choice=1)
+    send(reply)
+    give(reply, "a", "length", choice=0)
+    give(reply, "cd", choice=1)  # was in flight
+    assert [(fields["token"], is_final) for fields, is_final in send(reply).sent] == [("a", True)]
+    assert reply.calls.count("finished") == 1
 
 
 def test_an_error_of_one_choice_ends_the_request_once(make):
