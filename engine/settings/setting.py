@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+
+LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")  # in Markdown; `doc` is a part of docs/settings.md
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def parse(name: str, text: str, kind: str, setting: Setting) -> Any:
         raise ConfigError(f"{name} is {text!r}, it must be a finite number")
     low, high = setting.minimum, setting.maximum
     if (low is not None and value < low) or (high is not None and value > high):
-        raise ConfigError(f"{name} is {text}, it must be {_range(low, high)} ({setting.doc})")
+        meaning = LINK.sub(r"\1", setting.doc)
+        raise ConfigError(f"{name} is {text}, it must be {_range(low, high)} ({meaning})")
     return value
 
 

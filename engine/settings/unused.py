@@ -28,6 +28,7 @@ def likely_misspelt(environ: Mapping[str, str] = os.environ) -> list[str]:
     }
     sentences = []
     for name in sorted(environ.keys() - set(known.values())):
-        if close := difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.88):
+        written = (name.upper(), name.upper().removeprefix("MAX_"))  # MAX_BATCH_SIZE is BATCH_SIZE
+        if close := [match for each in written for match in difflib.get_close_matches(each, known, 1, cutoff=0.88)]:
             sentences.append(f"{name} is no setting, did you mean {known[close[0]]}?")
     return sentences

@@ -140,6 +140,10 @@ def test_an_old_name_still_works(old, field):
             {"DATA_PARALLEL_SIZE": "2", "MP_NNODE": "2", "MP_NUM": "2", "POD_IPS": "127.0.0.1,10.0.0.2"},
             "DATA_PARALLEL_SIZE is 2 and MP_NNODE 2: a model on several machines is served by one engine",
         ),
+        (
+            {"DATA_PARALLEL_SIZE": "100"},  # without the link of the document
+            "each with MP_NUM ranks; requests are distributed among them)",
+        ),
         ({"MP_NNODE": "17"}, "MP_NNODE is 17, it must be at least 1 and at most 16"),
         ({"DRAIN_TIMEOUT": "1e10"}, "DRAIN_TIMEOUT is 1e10, it must be at least 0 and at most 1e+06"),  # Triton's limit
         ({"CORS_ALLOW_ORIGIN": "a,b"}, "CORS_ALLOW_ORIGIN is 'a,b', it must be one origin such as https://"),
@@ -223,6 +227,7 @@ def test_paths_are_made_from_the_settings(monkeypatch, tmp_path):
         ("MAX_SEQ_LENGTH", "MAX_SEQ_LEN"),
         ("MAX_DEC_LENGTH", "MAX_DEC_LEN"),
         ("BATCHSIZE", "BATCH_SIZE"),
+        ("MAX_BATCH_SIZE", "BATCH_SIZE"),
         ("MODEL_NAME", "model_name"),
         ("max_dec_len", "MAX_DEC_LEN"),
         ("ENABLE_PREFIX_CACHE", "ENABLE_PREFIX_CACHING"),
