@@ -304,6 +304,7 @@ def with_two(scenario, timeout_s=PATIENCE_S):
                 task.cancel()
             await backend.close()
             await server.stop(None)
+            await asyncio.gather(first, second, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
