@@ -19,10 +19,10 @@ from benchmarks.gpu import bandwidth, busy_share
 from benchmarks.gpu_times import microseconds
 from engine.models.quantize import to_int4
 from engine.ops import cuda
-from engine.ops.cuda import fp8, lowbit
+from engine.ops.cuda import fp8, lowbit, mxfp4
 
 LEAST_BYTES = 400e6  # that all layers read
-BITS = {"dense": 16, "int4": 4.25, "int8": 8, "fp8": 8}
+BITS = {"dense": 16, "int4": 4.25, "mxfp4": 4.25, "int8": 8, "fp8": 8}
 ROUTE = {
     **{"scoring": 0, "num_groups": 1, "top_groups": 1, "group_best": 1, "renormalize": 1, "epsilon": 0.0},
     **{"minimum": 0.0, "factor": 1.0, "first_expert": 0},
@@ -61,6 +61,10 @@ def stack(kind: str, rows: int, width: int) -> list[torch.Tensor | None]:
         if kind == "int8":
             return [*lowbit.pack_int8(codes, scale)][:2]
         return [*fp8.pack(codes.view(torch.uint8), scale[:, None])]
+    if kind == "mxfp4":
+        codes = torch.randint(0, 256, (rows, width // 2), device="cuda", dtype=torch.uint8)
+        exponents = torch.randint(116, 122, (rows, width // 32), device="cuda", dtype=torch.uint8)
+        return [*mxfp4.pack(codes, exponents)]
     codes, scale = to_int4(torch.randn(256, width).numpy() / width**0.5)
     times = -(-rows // 256)
     given = (torch.from_numpy(codes).cuda(), torch.from_numpy(scale).cuda().view(torch.bfloat16))

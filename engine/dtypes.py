@@ -14,6 +14,11 @@ FP8_BLOCK = 128  # columns that share a scale, where a row of 8-bit floats has s
 # Of numbers with 4 bits: how many have a scale of their own, and what the number of them in a row is a multiple of.
 CODES_PER_SCALE, CODES_ALIGNED = 64, 128
 SMALL_GROUP = 32  # the other number of them that may have a scale
+FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_VALUES = np.array(FP4_MAGNITUDES + tuple(-each for each in FP4_MAGNITUDES), np.float32)  # of the codes of e2m1
+FP4_PAIRS = np.stack([np.tile(FP4_VALUES, 16), np.repeat(FP4_VALUES, 16)], axis=1)  # of a byte, the lower code first
+E8M0_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)  # 2^(byte - 127)
+MXFP4_GROUP = 32  # columns of 4-bit floats that share a power of two
 LATENT_GROUP = 64  # elements that share a scale in an int8 cache of latent attention
 
 
@@ -52,3 +57,9 @@ def from_fp8(numbers: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Convert 8-bit floats u8 [N, K] with scales f32 [N, 1], or [N, K / 128] for blocks of 128 columns, to float32."""
     each = scale if scale.shape[1] == 1 else np.repeat(scale, FP8_BLOCK, axis=1)[:, : numbers.shape[1]]
     return FP8_VALUES[numbers] * each
+
+
+def from_mxfp4(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Convert 4-bit floats u8 [.., K / 2], two per byte, with biased exponents u8 [.., K / 32] to float32."""
+    values = FP4_PAIRS[codes].reshape(*scale.shape, MXFP4_GROUP) * E8M0_VALUES[scale][..., None]
+    return values.reshape(*scale.shape[:-1], -1)

@@ -9,30 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from engine.dtypes import FP8_VALUES
+from engine.dtypes import E8M0_VALUES, FP4_PAIRS, FP8_VALUES
 from engine.models.fp8 import Fp8Tensor
 from engine.models.keys import ModelError
 from engine.models.stored_tensors import StoredTensor, slices
 
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = np.array(MAGNITUDES + tuple(-value for value in MAGNITUDES), np.float32)  # of the codes 0 .. 15
-PAIRS = np.stack([np.tile(VALUES, 16), np.repeat(VALUES, 16)], axis=1)  # of the two codes in a byte, the lower first
-E8M0_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)  # 2^(byte - 127)
 PACKED, SCALE, FACTOR, DIVISOR = "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale"
 NOT_NEEDED = ("input_scale", "input_global_scale")  # not used, since activations are not quantized
 SIZES = {"U8": 32, "F8_E4M3": 16}  # dtype of the scales -> elements that share one: MXFP4, NVFP4
-
-
-def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the values of MXFP4, f32 [..., groups * 32].
-
-    `blocks` are the codes, u8 [..., groups, 16], two per byte; `scales` are exponents plus 127, u8 [..., groups].
-    """
-    values = PAIRS[blocks].reshape(*scales.shape, -1) * E8M0_VALUES[scales][..., None]
-    return values.reshape(*scales.shape[:-1], -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +38,7 @@ class Fp4:
     def __getitem__(self, key: Any) -> np.ndarray:
         rows, columns = slices(key, self.get_shape())
         group = self.get_shape()[1] // self.scale.shape[1]
-        values = PAIRS[self.packed[rows]].reshape(rows.stop - rows.start, -1, group) * self.scale[rows][..., None]
+        values = FP4_PAIRS[self.packed[rows]].reshape(rows.stop - rows.start, -1, group) * self.scale[rows][..., None]
         return values.reshape(len(values), -1)[:, columns]
 
 

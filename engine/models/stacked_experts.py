@@ -3,7 +3,6 @@ transposed, have rows of gates and of `up` by turns, or hold 4-bit floats (MXFP4
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.fp4 import mxfp4_values
+from engine.dtypes import from_mxfp4
 from engine.models.keys import ModelError
 from engine.models.stored_tensors import StoredTensor, slices
-
-log = logging.getLogger(__name__)
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -62,7 +59,7 @@ class Mxfp4:
 
     def __getitem__(self, key: Any) -> np.ndarray:
         experts, rows, columns = slices(key, self.get_shape())
-        return mxfp4_values(self.blocks[experts, rows], self.scales[experts, rows])[..., columns]
+        return from_mxfp4(self.blocks[experts, rows], self.scales[experts, rows])[..., columns]
 
 
 def with_single_experts(keys: Mapping[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -116,8 +113,6 @@ def _gpt_oss(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
                 raise ModelError(f"tensor {block}.experts.{kind}_proj_scales is missing in the checkpoint")
             values = Mxfp4(stored, tensors[f"{block}.experts.{kind}_proj_scales"])
             made |= dict(_unstacked(block, values, projections, "weight", is_interleaved=True))
-    if any(name.endswith("_blocks") for name in tensors):
-        log.info("the experts are stored as MXFP4, for which there is no kernel: they are converted to another format")
     return made
 
 

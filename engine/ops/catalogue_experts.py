@@ -10,7 +10,19 @@ from engine.ops.declaration import Op, arrays, attributes
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 0, 1, 2  # scorings of `moe_route`
 SILU_GATE, GELU_GATE = 0, 1  # activations of `expert_gate_up`
 # Formats of experts that GPUs have kernels for.
-ON_GPUS = ("linear", "linear_int8", "linear_a8w8", "linear_int4", "linear_fp8")
+ON_GPUS = ("linear", "linear_int8", "linear_a8w8", "linear_int4", "linear_fp8", "linear_mxfp4")
+# A format of experts alone: the catalogue has no such linear op.
+MXFP4 = Op(
+    "linear_mxfp4",
+    arrays("x [T, K], weight u8 [N, K // 2], scale u8 [N, K // 32], bias? [N]"),
+    arrays("y [T, N]"),
+    (),
+    """`linear_mxfp4` is `linear` with the `bf16` weight `number[n, k] · 2^(scale[n, k // 32] − 127)`. Byte `k // 2` of
+    a row holds number `k`, the lower half the even one, as e2m1: a sign, two bits of exponent, one of mantissa.""",
+    requires=("K % 32 == 0",),
+    weights=("weight", "scale"),
+    is_row_wise=False,
+)
 
 ROUTE = Op(
     "moe_route",
@@ -53,7 +65,7 @@ ADD_GATED = Op(
 
 def mixture_ops(linears: Sequence[Op]) -> tuple[Op, ...]:
     """Return the ops of mixtures of experts, with matrices in the formats of these linear ops."""
-    return (ROUTE, *(each(linear) for linear in linears for each in (_gate_up, _down)), ADD_GATED)
+    return (ROUTE, *(each(linear) for linear in (*linears, MXFP4) for each in (_gate_up, _down)), ADD_GATED)
 
 
 def _gate_up(linear: Op) -> Op:
@@ -67,7 +79,7 @@ def _gate_up(linear: Op) -> Op:
         by side. The first half of a product is the gate, the second half `up`. With a `limit` above 0 they are
         clamped first: `gate = min(gate, limit)`, `up = min(max(up, −limit), limit)`. `act` is `(up + offset) · gate /
         (1 + exp(−alpha · gate))` with `activation` 0, `gelu(gate) · up` with 1. A slot whose id is not from 0 to
-        `num_experts - 1`, an expert of another rank, has no values in `h`.""",
+        `num_experts - 1`, an expert of another rank, has no values in `h`.{_definition(linear)}""",
         requires=(*linear.requires, "N % 2 == 0", "activation == 0 or activation == 1"),
     )
 
@@ -80,7 +92,8 @@ def _down(linear: Op) -> Op:
         outputs=arrays("y [T, N]"),
         attributes=attributes("num_experts int"),
         formula=f"""`y[t] = sum_j topk_weights[t, j] · {linear.name}(h[t, j], matrix of expert topk_ids[t, j])`, added
-        up in f32 in the order of the slots and rounded once. Slots of experts of other ranks are left out.""",
+        up in f32 in the order of the slots and rounded once. Slots of experts of other ranks are left
+        out.{_definition(linear)}""",
     )
 
 
@@ -94,6 +107,10 @@ def _stacked(linear: Op) -> tuple:
     """Return the matrices of all experts, stacked along their rows: expert `e` has the rows from `e * N` to below
     `(e + 1) * N`, also of scales, zeros and biases."""
     return tuple(replace(each, shape=(f"num_experts * {each.shape[0]}", *each.shape[1:])) for each in linear.inputs[1:])
+
+
+def _definition(linear: Op) -> str:
+    return f" {linear.formula}" if linear is MXFP4 else ""
 
 
 def _suffix(linear: Op) -> str:

@@ -13,7 +13,7 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from engine.dtypes import FP8_BLOCK, as_f32, from_bf16, from_fp8, latent_groups, scale_bytes, to_bf16
+from engine.dtypes import FP8_BLOCK, as_f32, from_bf16, from_fp8, from_mxfp4, latent_groups, scale_bytes, to_bf16
 from engine.ops.reference_experts import add_gated, expert_ops, moe_route
 from engine.ops.reference_sampling import sample
 from engine.ops.reference_states import causal_conv, gated_delta_rule, gated_rms_norm, sigmoid_gate
@@ -166,11 +166,16 @@ def linear_fp8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.nd
     return linear(x, to_bf16(from_fp8(weight, scale)), bias)
 
 
+def linear_mxfp4(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    return linear(x, to_bf16(from_mxfp4(weight, scale)), bias)
+
+
 expert_gate_up, expert_down = expert_ops(linear)
 expert_gate_up_int8, expert_down_int8 = expert_ops(linear_int8)
 expert_gate_up_a8w8, expert_down_a8w8 = expert_ops(linear_a8w8)
 expert_gate_up_int4, expert_down_int4 = expert_ops(linear_int4)
 expert_gate_up_fp8, expert_down_fp8 = expert_ops(linear_fp8)
+expert_gate_up_mxfp4, expert_down_mxfp4 = expert_ops(linear_mxfp4)
 
 
 def linear_a8w8_fp8(x: np.ndarray, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:

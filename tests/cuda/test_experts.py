@@ -9,7 +9,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
 from benchmarks.experts_hit import _name, skew  # noqa: E402
-from engine.dtypes import CODES_PER_SCALE, FP8_BLOCK, SMALL_GROUP, from_bf16, from_fp8, to_bf16  # noqa: E402
+from engine.dtypes import (  # noqa: E402
+    CODES_PER_SCALE,
+    FP8_BLOCK,
+    MXFP4_GROUP,
+    SMALL_GROUP,
+    from_bf16,
+    from_fp8,
+    from_mxfp4,
+    to_bf16,
+)
 from engine.executors.cuda.program import GraphCall  # noqa: E402
 from engine.models.quantize import to_int4, to_int8  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
@@ -126,6 +135,9 @@ def stacked(kind, rng, num_experts, columns, width):
         numbers[numbers & 127 == 127] = 0
         groups = -(-width // FP8_BLOCK) if "blocks" in kind else 1
         return numbers, rng.uniform(1e-3, 4e-3, (len(matrix), groups)).astype(np.float32) / np.float32(width**0.5)
+    if kind == "mxfp4":
+        codes = rng.integers(0, 256, (len(matrix), width // 2), np.uint8)
+        return codes, rng.integers(117, 125, (len(matrix), width // MXFP4_GROUP)).astype(np.uint8)
     return (matrix,)
 
 
@@ -140,22 +152,27 @@ def op_of(name, kind):
 
 
 def tolerance(kind, num_rows):
-    """Return the tolerance of products. With codes, those of one row do not round scaled weights to bfloat16 as the
-    definition does, or give activations 13 bits."""
-    is_close = num_rows == 1 and kind in ("int4", "int8", "a8w8")
+    """Return the tolerance of products. Those of 4-bit codes do not round scaled weights to bfloat16 as the definition
+    does; those of 8-bit codes and one row give activations 13 bits."""
+    is_close = kind == "int4" or (num_rows == 1 and kind in ("int8", "a8w8"))
     return 1e-4 if kind == "dense" or (IS_INTERPRETED and not is_close) else 1e-2
 
 
-KINDS = ["dense", "fp8", "fp8 by blocks", "int4", "int4 by 32", "int8", "a8w8"]
+KINDS = ["dense", "fp8", "fp8 by blocks", "int4", "int4 by 32", "int8", "a8w8", "mxfp4"]
 SHAPES = [(1, 3), (3, 3), (5, 2), (40, 3)]  # tokens and experts of each
+
+
+def sizes(kind):
+    """Return sizes that are multiples of nothing, or of the fewest columns that the format has."""
+    return (320, 32) if kind == "mxfp4" else (300, 44)
 
 
 @pytest.mark.parametrize("act", [SILU, GELU, CLAMPED], ids=["silu", "gelu", "clamped"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_experts_are_those_of_the_definition(device, kind, act):
-    """Sizes that are multiples of nothing; an expert without slots; more slots than fit into a tile."""
+    """Sizes that no tile divides; an expert without slots; more slots than fit into a tile."""
     rng = np.random.default_rng(0)
-    num_experts, width, inner = 5, 300, 44
+    num_experts, (width, inner) = 5, sizes(kind)
     for num_rows, top_k in SHAPES if act is SILU else SHAPES[1:2]:
         ids = np.argsort(rng.random((num_rows, num_experts - 1)), axis=1)[:, :top_k].astype(np.int32)
         weights = rng.random((num_rows, top_k)).astype(np.float32)
@@ -184,7 +201,7 @@ def test_products_of_experts_are_those_of_the_definition(device, kind, act):
 def test_ranks_with_some_of_the_experts_add_up_to_one_with_all(device, kind):
     """Slots of experts of other ranks have no values between the products, and add nothing."""
     rng = np.random.default_rng(0)
-    num_experts, width, inner = 5, 300, 44
+    num_experts, (width, inner) = 5, sizes(kind)
     up, down = stacked(kind, rng, num_experts, 2 * inner, width), stacked(kind, rng, num_experts, width, inner)
     biases = floats(rng, num_experts * 2 * inner), floats(rng, num_experts * width)
     names = [op_of(name, kind) for name in ("expert_gate_up", "expert_down")]
@@ -218,7 +235,10 @@ class definition:
         def int8(x, codes, scale, bias=None):
             return reference.linear(x, codes * scale[:, None], bias)
 
-        by_op = {"dense": reference.linear, "int4": int4, "int8": int8, "a8w8": int8}
+        def mxfp4(x, codes, scale, bias=None):
+            return reference.linear(x, from_mxfp4(codes, scale), bias)
+
+        by_op = {"dense": reference.linear, "int4": int4, "int8": int8, "a8w8": int8, "mxfp4": mxfp4}
         product = by_op.get(kind.split()[0], fp8)
         self.gate_up, self.down = reference.expert_ops(product)
 

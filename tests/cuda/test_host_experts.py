@@ -23,7 +23,7 @@ from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.cuda.test_executor import SETTINGS, answers_of  # noqa: E402
 from tests.cuda.test_experts import KINDS, SILU, op_of, packed, stacked  # noqa: E402
 
-NUM_EXPERTS, WIDTH, INNER, NUM_BLOCKS = 5, 72, 16, 16
+NUM_EXPERTS, WIDTH, INNER, NUM_BLOCKS = 5, 96, 32, 16
 SHAPES = (2 * INNER, WIDTH), (WIDTH, INNER)  # rows and columns of gate and up, and of down
 IN_PLACE = 4 if IS_INTERPRETED else offloaded_experts.IN_PLACE
 

@@ -14,7 +14,7 @@ from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.models.quantize import to_int4, to_int8  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
-from engine.ops.cuda import lowbit  # noqa: E402
+from engine.ops.cuda import experts_fp8, lowbit  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, array, assert_close, distance, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.cuda.test_executor import SETTINGS, generate, golden  # noqa: E402
@@ -142,9 +142,25 @@ def linear_int4_of_bf16(x, codes, scale, zero=None, bias=None):
     return result("linear_int4", x, (codes, scale, zero), bias)
 
 
-def experts_int4_of_bf16(x, codes, scale, zero=None, bias=None):
-    """Compute the product of an expert, whose weights are rounded to bf16 for any number of rows."""
-    return reference.linear(x, reference.int4_values(codes, scale, zero)[:, : x.shape[1]], bias)
+def experts_int4(name):
+    """Return an op of experts whose weights are rounded to bf16 if experts have many slots, as in their kernels."""
+
+    def product(values):
+        def linear(x, codes, scale, zero=None, bias=None):
+            return reference.linear(x, values(codes, scale, zero)[:, : x.shape[1]], bias)
+
+        return linear
+
+    of_few, of_many = (
+        dict(zip(("gate_up", "down"), reference.expert_ops(product(values)), strict=True))[name]
+        for values in (reference.int4_numbers, reference.int4_values)
+    )
+
+    def op(x, topk_ids, *given, num_experts, **attributes):
+        are_few = len(x) == 1 or experts_fp8.are_few(topk_ids.size, num_experts)
+        return (of_few if are_few else of_many)(x, topk_ids, *given, num_experts=num_experts, **attributes)
+
+    return op
 
 
 def linear_int8_of_bf16(x, codes, scale, bias=None):
@@ -158,13 +174,12 @@ def test_the_tokens_are_those_of_the_definition(exported, device, case, monkeypa
     """
     monkeypatch.setattr(reference, "linear_int4", linear_int4_of_bf16)
     monkeypatch.setattr(reference, "linear_int8", linear_int8_of_bf16)
-    for bits, linear in ((4, experts_int4_of_bf16), (8, linear_int8_of_bf16)):
-        for name, op in zip(("gate_up", "down"), reference.expert_ops(linear), strict=True):
-            monkeypatch.setattr(reference, f"expert_{name}_int{bits}", op)
+    for name, op in zip(("gate_up", "down"), reference.expert_ops(linear_int8_of_bf16), strict=True):
+        monkeypatch.setattr(reference, f"expert_{name}_int8", op)
+        monkeypatch.setattr(reference, f"expert_{name}_int4", experts_int4(name))
     family, options = MODELS[case]
     graph_dir = exported(family, **options)
-    # At the eleventh token of the model with int4 experts, rounding decides which expert is chosen.
-    lengths, count = ([7, 130], 4) if IS_INTERPRETED else ([1, 7, 63, 130], 10 if case == "int4 experts" else 16)
+    lengths, count = ([7, 130], 4) if IS_INTERPRETED else ([1, 7, 63, 130], 16)
     prompts = [
         prompt
         for prompt, _ in golden("qwen2" if family in ("awq", "qwen3_moe", "deepseek_v3") else family, lengths).values()

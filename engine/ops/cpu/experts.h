@@ -99,7 +99,7 @@ void with_int4_matrices(const Args& a, Op op) {
     a.zero ? op(w, Kind<QuantizedMatrices<Int4<true, 64>>>()) : op(w, Kind<QuantizedMatrices<Int4<false, 64>>>());
 }
 
-// The engine widens the weights when it loads a graph; this is for Paddle and the tests.
+// The engine widens these weights when it loads a graph; what follows is for Paddle and the tests.
 template <class Args, class Op>
 void with_fp8_matrices(const Args& a, Op op) {
   const int64_t rows = a.num_experts * a.N;
@@ -110,6 +110,15 @@ void with_fp8_matrices(const Args& a, Op op) {
   op(ExpertWeights{wide, nullptr, nullptr, a.bias, false, 0}, Kind<Bf16Matrices>());
 }
 
+template <class Args, class Op>
+void with_mxfp4_matrices(const Args& a, Op op) {
+  const int64_t rows = a.num_experts * a.N;
+  auto* wide = static_cast<uint16_t*>(llm_scratch(8, sizeof(uint16_t) * static_cast<size_t>(rows * a.K)));
+  for (int64_t i = 0; i < rows * a.K; i++)
+    wide[i] = bf16_of(value_of_fp4(a.weight[i / 2] >> i % 2 * 4) * value_of_e8m0(a.scale[i / 32]));
+  op(ExpertWeights{wide, nullptr, nullptr, a.bias, false, 0}, Kind<Bf16Matrices>());
+}
+
 #define LLM_OF_FORMAT(op) [&](const ExpertWeights& w, auto kind) { op<typename decltype(kind)::type>(a, w); }
 inline void expert_gate_up(const LlmExpertGateUp& a) { with_float_matrices(a, LLM_OF_FORMAT(gate_up)); }
 inline void expert_down(const LlmExpertDown& a) { with_float_matrices(a, LLM_OF_FORMAT(down)); }
@@ -117,6 +126,8 @@ inline void expert_gate_up_int4(const LlmExpertGateUpInt4& a) { with_int4_matric
 inline void expert_down_int4(const LlmExpertDownInt4& a) { with_int4_matrices(a, LLM_OF_FORMAT(down)); }
 inline void expert_gate_up_fp8(const LlmExpertGateUpFp8& a) { with_fp8_matrices(a, LLM_OF_FORMAT(gate_up)); }
 inline void expert_down_fp8(const LlmExpertDownFp8& a) { with_fp8_matrices(a, LLM_OF_FORMAT(down)); }
+inline void expert_gate_up_mxfp4(const LlmExpertGateUpMxfp4& a) { with_mxfp4_matrices(a, LLM_OF_FORMAT(gate_up)); }
+inline void expert_down_mxfp4(const LlmExpertDownMxfp4& a) { with_mxfp4_matrices(a, LLM_OF_FORMAT(down)); }
 #undef LLM_OF_FORMAT
 inline void expert_gate_up_int8(const LlmExpertGateUpInt8& a) { gate_up<QuantizedMatrices<Int8>>(a, weights_of(a, a.scale)); }
 inline void expert_down_int8(const LlmExpertDownInt8& a) { down<QuantizedMatrices<Int8>>(a, weights_of(a, a.scale)); }

@@ -25,12 +25,22 @@ inline float value_of_fp8(uint8_t number) {
   return (number & 127) == 127 ? NAN : number & 128 ? -size : size;
 }
 
-inline uint16_t bf16_of_fp8(uint8_t number, float scale) {
-  const float value = value_of_fp8(number) * scale;
+// The number of the lower four bits.
+inline float value_of_fp4(int code) {
+  const float size = code & 6 ? ldexpf(static_cast<float>(2 + (code & 1)), (code >> 1 & 3) - 2)
+                              : static_cast<float>(code & 1) / 2;
+  return code & 8 ? -size : size;
+}
+
+inline float value_of_e8m0(uint8_t exponent) { return exponent == 255 ? NAN : ldexpf(1.0f, exponent - 127); }
+
+inline uint16_t bf16_of(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+
+inline uint16_t bf16_of_fp8(uint8_t number, float scale) { return bf16_of(value_of_fp8(number) * scale); }
 
 // The engine widens the weight when it loads a graph; this function is for Paddle and the tests.
 inline void linear_fp8(const LlmLinearFp8& a) {

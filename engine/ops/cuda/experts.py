@@ -16,11 +16,11 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.ops.cuda import experts_few, experts_few_packed, experts_gemv, fp8, lowbit
-from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, INT8, combine, grouped
+from engine.ops.cuda import experts_few, experts_few_packed, experts_fp8, experts_gemv, fp8, lowbit, mxfp4
+from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, INT8, MXFP4, combine, grouped
 from engine.ops.cuda.launch import PDL
 from engine.ops.cuda.one_shot_all_reduce import PeerBuffers
-from engine.ops.cuda.routing import num_experts_of, order_of
+from engine.ops.cuda.routing import are_written, num_experts_of, order_of, set_written
 
 FEW = 1  # tokens up to which slots are not sorted
 ADDED = 1024  # columns of a program that adds up slots
@@ -31,6 +31,7 @@ PACKED_BY = {
     for product in ("gate_up", "down")
     for name, pack in (
         ("fp8", fp8.pack),
+        ("mxfp4", mxfp4.pack),
         ("int4", lowbit.pack_int4),
         ("int8", lowbit.pack_int8),
         ("a8w8", lowbit.pack_int8),  # activations keep all of their bits
@@ -51,7 +52,7 @@ class Tile(NamedTuple):
 class ExpertWeights(NamedTuple):
     """The matrices of all experts, as the kernels read them."""
 
-    kind: int  # DENSE, FP8, INT4 or INT8
+    kind: int  # DENSE, FP8, INT4, INT8 or MXFP4
     weight: Tensor  # [E * N, K], or packed words; of offloaded experts, the rows that are on the device
     scale: Tensor | None
     zero: Tensor | None
@@ -63,12 +64,12 @@ class ExpertWeights(NamedTuple):
     @classmethod
     def of(cls, kind: int, arrays: tuple[Tensor | None, ...], topk_ids: Tensor) -> ExpertWeights:
         """Take the arrays in the order of the catalogue. A device without 8-bit floats has bf16 in their place."""
-        weight, *others, bias = (*arrays, None) if len(arrays) == (1, 2, 3, 2)[kind] else arrays
+        weight, *others, bias = (*arrays, None) if len(arrays) == (1, 2, 3, 2, 2)[kind] else arrays
         assert weight is not None
         offloaded = getattr(weight, "offloaded", None)
         place = (offloaded.num_rows, offloaded.table_for(topk_ids), offloaded.unit) if offloaded else None
         place = place or (len(weight), weight, 0)
-        if kind == FP8 and weight.dim() == 2:
+        if kind in (FP8, MXFP4) and weight.dim() == 2:
             return cls(DENSE, weight, None, None, bias, *place)
         scale, zero, *_ = (*others, None, None)
         return cls(kind, weight, scale, zero, bias, *place)
@@ -81,12 +82,13 @@ def gate_up(
     stored, (num_rows, top_k) = ExpertWeights.of(kind, arrays, topk_ids), topk_ids.shape
     width = stored.num_rows // num_experts // 2
     out = x.new_empty(num_rows, top_k * width)
-    if num_rows > FEW or is_invariant:
-        _grouped(x, topk_ids, stored, out.view(-1, width), num_experts, **act)
+    if num_rows > FEW or is_invariant or stored.kind == MXFP4:
+        _grouped(x, topk_ids, stored, out.view(-1, width), num_experts, is_invariant, **act)
     elif stored.kind == DENSE:
         experts_few.gate_up(x, topk_ids, stored, out, num_experts, **act)
     elif experts_gemv.can_multiply(stored, 1):
         experts_gemv.gate_up(x, topk_ids, stored, out, **act)
+        set_written(topk_ids)
     else:
         experts_few_packed.gate_up(x, topk_ids, stored, out, **act)
     return out
@@ -107,17 +109,19 @@ def down(
     stored, (num_rows, top_k) = ExpertWeights.of(kind, arrays, topk_ids), topk_ids.shape
     columns = stored.num_rows // num_experts
     out = h.new_empty(num_rows, columns)
-    if num_rows <= FEW and not is_invariant:
+    if num_rows <= FEW and not is_invariant and stored.kind != MXFP4:
         if stored.kind == DENSE:
             experts_few.down(h, topk_ids, topk_weights, stored, out, num_experts, to)
         elif experts_gemv.can_multiply(stored, top_k):
-            experts_gemv.down(h, topk_ids, topk_weights, stored, out)
+            ids_are_written = are_written(topk_ids)
+            experts_gemv.down(h, topk_ids, topk_weights, stored, out, ids_are_written=ids_are_written)
         else:
             experts_few_packed.down(h, topk_ids, topk_weights, stored, out)
     elif num_rows:
         is_large = num_rows * top_k >= LARGE and not is_invariant
         each = h.new_empty(num_rows * top_k, columns, dtype=h.dtype if is_large else torch.float32)
-        _grouped(h.view(num_rows * top_k, -1), topk_ids, stored, each, num_experts, weights=topk_weights)
+        rows = h.view(num_rows * top_k, -1)
+        _grouped(rows, topk_ids, stored, each, num_experts, is_invariant, weights=topk_weights)
         grid = num_rows, triton.cdiv(columns, ADDED)
         has_all = num_experts == num_experts_of(topk_ids)
         combine[grid](each, topk_ids, out, columns, num_experts, has_all, top_k, ADDED, num_warps=4, **PDL)
@@ -136,13 +140,24 @@ def tile_for(num_slots: int, num_experts: int, kind: int, dtype: torch.dtype) ->
     return Tile(128, 256, 64, 8, 3)
 
 
-def _grouped(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, num_experts: int, **given: Any) -> None:
+def _grouped(
+    x: Tensor,
+    topk_ids: Tensor,
+    stored: ExpertWeights,
+    out: Tensor,
+    num_experts: int,
+    is_invariant: bool,
+    weights: Tensor | None = None,
+    **act: Any,
+) -> None:
     """Multiply the row of each slot, or with `weights` a row per slot, by the matrix of its expert: [slots, N]."""
-    num_slots = topk_ids.numel()
+    num_slots, of_all_ranks = topk_ids.numel(), max(num_experts, num_experts_of(topk_ids))
     if not num_slots:
         return
-    weights, of_all_ranks = given.pop("weights", None), max(num_experts, num_experts_of(topk_ids))
-    launch(x, topk_ids, stored, out, tile_for(num_slots, of_all_ranks, stored.kind, x.dtype), weights, given)
+    if not is_invariant and experts_fp8.can_multiply(stored, num_slots, of_all_ranks):
+        experts_fp8.launch(x, topk_ids, stored, out, weights, act)
+    else:
+        launch(x, topk_ids, stored, out, tile_for(num_slots, of_all_ranks, stored.kind, x.dtype), weights, act)
 
 
 def launch(
@@ -180,10 +195,12 @@ def launch(
 expert_gate_up = partial(gate_up, DENSE, is_invariant=False)
 expert_gate_up_fp8 = partial(gate_up, FP8, is_invariant=False)
 expert_gate_up_int4 = partial(gate_up, INT4, is_invariant=False)
+expert_gate_up_mxfp4 = partial(gate_up, MXFP4, is_invariant=False)
 expert_gate_up_int8 = expert_gate_up_a8w8 = partial(gate_up, INT8, is_invariant=False)
 expert_down = partial(down, DENSE, is_invariant=False)
 expert_down_fp8 = partial(down, FP8, is_invariant=False)
 expert_down_int4 = partial(down, INT4, is_invariant=False)
+expert_down_mxfp4 = partial(down, MXFP4, is_invariant=False)
 expert_down_int8 = expert_down_a8w8 = partial(down, INT8, is_invariant=False)
 invariant_expert_gate_up = partial(gate_up, DENSE, is_invariant=True)
 invariant_expert_gate_up_fp8 = partial(gate_up, FP8, is_invariant=True)

@@ -59,19 +59,22 @@ def gate_up(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, **a
             stored.zero is not None, stored.bias is not None, act["activation"], act["limit"] > 0, tile.rows,
             tile.chunks, stored.unit, STAGES, num_warps=tile.warps, num_stages=1, maxnreg=tile.registers, **PDL,
         )  # fmt: skip
-    setattr(topk_ids, "are_known", True)  # noqa: B010 - Tensor declares no such attribute
 
 
-def down(h: Tensor, topk_ids: Tensor, topk_weights: Tensor, stored: ExpertWeights, out: Tensor) -> None:
-    """Store the weighted sums [T, N] of the products of h [T, top_k * K] in `out`."""
+def down(
+    h: Tensor, topk_ids: Tensor, topk_weights: Tensor, stored: ExpertWeights, out: Tensor, *, ids_are_written: bool
+) -> None:
+    """Store the weighted sums [T, N] of the products of h [T, top_k * K] in `out`. With `ids_are_written`, the ids are
+    read before the kernel waits for h.
+    """
     (num_rows, top_k), bits, columns = topk_ids.shape, _bits(stored), out.shape[1]
     if num_rows:
         tile = tile_for(_slots(top_k) * _chunks(stored), bits)._replace(registers=REGISTERS_EACH)
         groups = triton.cdiv(columns, tile.rows)
         _down[(num_rows, _num_programs(tile, groups, num_rows))](
             h, topk_ids, topk_weights, *_arrays(stored), out, columns, h.shape[1] // top_k, stored.weight.shape[1],
-            stored.num_rows, groups, top_k, *_experts(stored, topk_ids, columns), getattr(topk_ids, "are_known", False),
-            bits, stored.zero is not None, stored.bias is not None, _slots(top_k), tile.rows, tile.chunks, stored.unit,
+            stored.num_rows, groups, top_k, *_experts(stored, topk_ids, columns), ids_are_written, bits,
+            stored.zero is not None, stored.bias is not None, _slots(top_k), tile.rows, tile.chunks, stored.unit,
             STAGES, num_warps=tile.warps, num_stages=1, maxnreg=tile.registers, **PDL,
         )  # fmt: skip
 
@@ -153,7 +156,7 @@ def _gate_up(
 @kernel
 def _down(
     h, topk_ids, topk_weights, words, table, scale, zero, bias, out, columns, width, num_blocks, num_rows, groups,
-    top_k, num_experts, HAS_ALL: tl.constexpr, ARE_KNOWN: tl.constexpr, BITS: tl.constexpr, HAS_ZERO: tl.constexpr,
+    top_k, num_experts, HAS_ALL: tl.constexpr, ARE_WRITTEN: tl.constexpr, BITS: tl.constexpr, HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, UNIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +164,7 @@ def _down(
     slots behind the last one and of other ranks are 0, and no words are read for them.
     """
     begin_next()
-    if not ARE_KNOWN:
+    if not ARE_WRITTEN:
         wait_for_inputs()
     OF_SLOT: tl.constexpr = CHUNKS // SLOTS
     token, step = tl.program_id(0).to(tl.int64), tl.num_programs(1)
@@ -177,7 +180,7 @@ def _down(
     at_slot = (first_row * (num_blocks * 32) + distance(table, expert, num_experts, UNIT // 2))[:, None]
     at_words = at_slot + chunk * 4 + i % 4
     at_scale = first_row[:, None] * 4 + (chunk // 8).to(tl.int64) * num_rows * 4 + i % 4
-    if ARE_KNOWN:
+    if ARE_WRITTEN:
         if UNIT == 0:  # host memory may not be cached
             for group in range(tl.program_id(1), tl.minimum(groups, (STAGES - 1) * step), step):
                 row = tl.minimum(group * ROWS + tl.arange(0, ROWS), columns - 1)

@@ -9,7 +9,7 @@ from engine.ops.cuda.fp8_kernels import widened
 from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import weights_of
 
-DENSE, FP8, INT4, INT8 = 0, 1, 2, 3  # kinds of matrices
+DENSE, FP8, INT4, INT8, MXFP4 = 0, 1, 2, 3, 4  # kinds of matrices
 IS_FP8, IS_INT4, IS_INT8 = tl.constexpr(FP8), tl.constexpr(INT4), tl.constexpr(INT8)
 
 
@@ -34,7 +34,7 @@ def grouped(
     group = tl.program_id(0) // (TOGETHER * across) * TOGETHER
     size = tl.minimum(num_blocks - group, TOGETHER)
     index = tl.program_id(0) % (TOGETHER * across)
-    expert, first, end = _block(starts, group + index % size, num_experts, EXPERTS, SLOTS)
+    expert, first, end = block_of(starts, group + index % size, num_experts, EXPERTS, SLOTS)
     if first < end:
         m = first + tl.arange(0, SLOTS)
         slot = tl.load(slots + tl.minimum(m, end - 1))
@@ -74,7 +74,7 @@ def distance(table, expert, num_experts, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _block(starts, block, num_experts, EXPERTS: tl.constexpr, SLOTS: tl.constexpr):
+def block_of(starts, block, num_experts, EXPERTS: tl.constexpr, SLOTS: tl.constexpr):
     """Return the expert of a block of slots, its first slot in the order, and the end of the slots of the expert."""
     e = tl.arange(0, EXPERTS)
     begins = tl.load(starts + tl.minimum(e, num_experts))

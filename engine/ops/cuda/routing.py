@@ -74,6 +74,18 @@ def num_experts_of(topk_ids: Tensor) -> int:
     return getattr(topk_ids, "num_experts", 0)
 
 
+def set_written(topk_ids: Tensor) -> None:
+    """Declare that every later kernel begins after these ids are in memory, because one that waits for them before it
+    lets the next one begin has been launched.
+    """
+    setattr(topk_ids, "are_written", True)  # noqa: B010 - Tensor declares no such attribute
+
+
+def are_written(topk_ids: Tensor) -> bool:
+    """Return whether a kernel may read these ids before it waits for its inputs."""
+    return getattr(topk_ids, "are_written", False)
+
+
 def order_of(topk_ids: Tensor, num_experts: int) -> Order:
     """Return the slots by expert. The tensor of ids remembers them for the ops after the first.
 

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from engine.dtypes import from_mxfp4
 from engine.exporting.export import ExportOptions, export
 from engine.graph import load
-from engine.models.fp4 import mxfp4_values, with_fp4
+from engine.models.fp4 import with_fp4
 from engine.models.keys import ModelError
 from engine.models.quantization import is_fp8
 from engine.models.stored_tensors import ConcatenatedTensor
@@ -103,6 +104,6 @@ def test_other_scales_are_refused(scale, message):
 def test_blocks_of_mxfp4_are_read_with_any_leading_axes():
     codes = RNG.integers(0, 16, (3, 5, 2, 32), np.uint8)
     scales = RNG.integers(100, 140, (3, 5, 2), np.uint8)
-    values = mxfp4_values(codes[..., ::2] | codes[..., 1::2] << 4, scales)
+    values = from_mxfp4(codes[..., ::2] | codes[..., 1::2] << 4, scales)
     wanted = np.ldexp(E2M1[codes], scales.astype(np.int32)[..., None] - 127)
     np.testing.assert_array_equal(values, wanted.reshape(3, 5, 64))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.dtypes import to_bf16
+from engine.dtypes import MXFP4_GROUP, to_bf16
 from engine.ops import cpu, reference
 from engine.ops.cpu.calls import Packed
 from engine.ops.cpu.kernels import BF16_OPS
@@ -12,7 +12,8 @@ from tests.pure.ops.test_invariance import assert_rows_are_independent
 
 pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())
 
-FORMATS = ["linear", "linear bf16", "linear_fp8", *OF_FEW_BITS]
+FORMATS = ["linear", "linear bf16", "linear_fp8", "linear_mxfp4", *OF_FEW_BITS]
+WIDENED = ("linear_fp8", "linear_mxfp4")
 SILU = {"activation": 0, "limit": 0.0, "alpha": 1.0, "offset": 0.0}
 CLAMPED = {"activation": 0, "limit": 3.0, "alpha": 1.702, "offset": 1.0}
 GELU = {"activation": 1, "limit": 0.0, "alpha": 1.0, "offset": 0.0}
@@ -26,6 +27,10 @@ def stored(format, num_rows, width):
     if format == "linear_fp8":
         numbers = np.random.default_rng(width).integers(0, 256, (num_rows, width), np.int32).astype(np.uint8)
         return numbers & 0x77, random(num_rows, 1, seed=1, scale=0.01)
+    if format == "linear_mxfp4":
+        rng = np.random.default_rng(width)
+        codes, exponents = rng.integers(0, 256, (num_rows, width // 2)), rng.integers(116, 124, (num_rows, width // 32))
+        return codes.astype(np.uint8), exponents.astype(np.uint8)
     weight = random(num_rows, width, seed=1)
     return (to_bf16(weight) if "bf16" in format else weight,)
 
@@ -48,6 +53,8 @@ SHAPES = [(0, 4, 2, 64, 32), (1, 4, 2, 64, 32), (3, 5, 2, 130, 33), (7, 3, 3, 13
 @pytest.mark.parametrize(("rows", "num_experts", "top_k", "hidden", "inner"), SHAPES)
 def test_experts_match_reference(isa, format, rows, num_experts, top_k, hidden, inner):  # noqa: PLR0913
     ids, is_odd = chosen(rows, num_experts, top_k), inner % 2 == 1
+    if format == "linear_mxfp4":
+        hidden, inner = (each + -each % MXFP4_GROUP for each in (hidden, inner))
     x, factors = random(rows, hidden, scale=0.1), random(rows, top_k, seed=4)
     act = {"num_experts": num_experts, **(CLAMPED if is_odd else GELU if top_k == 3 else SILU)}
     bias = random(num_experts * 2 * inner, seed=2) if is_odd else None
@@ -59,7 +66,7 @@ def test_experts_match_reference(isa, format, rows, num_experts, top_k, hidden, 
     assert_close(getattr(cpu.load(isa), name)(*inputs, **given), getattr(reference, name)(*inputs, **given), 3e-6)
 
 
-@pytest.mark.parametrize("format", [format for format in FORMATS if format not in ("linear", "linear_fp8")])
+@pytest.mark.parametrize("format", [format for format in FORMATS if format not in ("linear", *WIDENED)])
 @pytest.mark.parametrize(("hidden", "inner"), [(70, 33), (130, 96)])
 def test_packed_matrices_of_experts_are_the_same_to_the_bit(isa, format, hidden, inner):
     """Executors pack each matrix by itself."""
@@ -116,9 +123,10 @@ def test_rows_of_experts_are_independent(isa, format, num_threads):
 @pytest.mark.parametrize("rows", [1, 60])
 def test_slots_of_experts_of_other_ranks_add_nothing(isa, format, rows):
     """Two ranks compute together what one with all experts does. Some tokens have no expert of the first rank."""
-    (ids, factors), x, inner = (chosen(rows, 5, 2), random(rows, 2, seed=4)), random(rows, 70, scale=0.1), 33
-    up = (*stored(format, 5 * 2 * inner, 70), random(5 * 2 * inner, seed=2))
-    down = (*stored(format, 5 * 70, inner), random(5 * 70, seed=2))
+    hidden, inner = (96, 64) if format == "linear_mxfp4" else (70, 33)
+    (ids, factors), x = (chosen(rows, 5, 2), random(rows, 2, seed=4)), random(rows, hidden, scale=0.1)
+    up = (*stored(format, 5 * 2 * inner, hidden), random(5 * 2 * inner, seed=2))
+    down = (*stored(format, 5 * hidden, inner), random(5 * hidden, seed=2))
 
     def part(ops, first, end):
         own, given = ids - np.int32(first), {"num_experts": end - first}

@@ -41,6 +41,8 @@ BYTES, CODES = (
     np.arange(7 * 64, dtype=np.int32).astype(np.uint8).reshape(7, 64),
 )
 WIDE_BYTES = np.arange(600, dtype=np.int32).astype(np.uint8).reshape(3, 200) & 0xF7  # none of which is no number
+PAIRS = np.arange(96, dtype=np.uint8).reshape(6, 16)
+EXPONENTS = np.arange(120, 126, dtype=np.uint8)[:, None]
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 EXPERTS = np.array([[0, 2], [1, 0], [2, 1], [2, 0]], np.int32)
 GATED = {"num_experts": 3, "activation": 0, "limit": 7.0, "alpha": 1.702, "offset": 1.0}
@@ -98,6 +100,8 @@ CALLS = {
         {"num_experts": 3},
     ),
     "expert_gate_up_fp8": ((random(4, 12), EXPERTS, BYTES[:6].view(np.uint8) + 40, random(6, 1)), GATED),
+    "expert_gate_up_mxfp4": ((random(4, 32), EXPERTS, PAIRS, EXPONENTS), GATED),
+    "expert_down_mxfp4": ((random(4, 64), EXPERTS, random(4, 2), PAIRS, EXPONENTS, random(6)), {"num_experts": 3}),
     "add_gated": ((random(5, 12), random(5, 12), random(5, 8), random(1, 8)), {}),
 }
 
