@@ -29,7 +29,7 @@ from engine.ops import cpu
 from engine.text.tokenizer import Tokenizer
 
 EXPORTS = {"float32": ExportOptions("float32"), "bfloat16": ExportOptions("bfloat16")}
-EXPORTS |= {name: ExportOptions("bfloat16", name) for name in QUANT_TYPES[1:]}
+EXPORTS |= {name: ExportOptions("bfloat16", name) for name in QUANT_TYPES[1:] if name != "mxfp4"}
 EXPORTS |= {"a8w8c8_fp8": ExportOptions("bfloat16", "a8w8_fp8", int8_cache=True)}
 EXPORTS |= {"float32, int8 cache": ExportOptions("float32", int8_cache=True)}
 QUESTIONS: list[dict[str, str]] = json.loads((DEMO_MODEL / "questions.json").read_text())

@@ -27,7 +27,7 @@ from engine.models import eagle3
 from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors
 from engine.models.config import DecoderConfig
 from engine.models.families import read_model
-from engine.models.formats import FORMATS, QUANTIZED, Format, Fp8, expert_format, with_zero
+from engine.models.formats import FORMATS, QUANTIZED, Format, Fp8, Mxfp4Experts, expert_format, format_of, with_zero
 from engine.models.keys import ModelError, read_json, whole_number
 from engine.models.mtp import with_mtp
 from engine.models.paddle_checkpoint import as_in_transformers
@@ -211,6 +211,8 @@ def _shards(
     int8_cache = options.int8_cache or keys.get("infer_model_cachekv_int8_type") is not None
     if options.expert_parallel and not model.mixture:
         raise ModelError("ENABLE_EXPERT_PARALLEL is 1, but the model has no mixtures of experts; set it to 0")
+    if isinstance(expert_format(weight_format), Mxfp4Experts) and not model.mixture:
+        raise ModelError(f"quant_type is {options.quant_type!r}, a format of experts, but the model has none")
     first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache, formats)
     column_block = checkpoint.column_block if checkpoint else 1
     first = replace(first, expert_parallel=options.expert_parallel, column_block=column_block)
@@ -236,9 +238,9 @@ def _weight_formats(
     if `quant_type` asks for another format, unless the codes of all are lost anyhow.
     """
     if not any(each.format for each in quantized.values()):
-        return FORMATS[dtype if quant_type == "none" else quant_type], {}
+        return format_of(dtype if quant_type == "none" else quant_type, dtype), {}
     [(main, _)] = Counter(each.format for each in quantized.values() if each.format).most_common(1)
-    wanted = FORMATS[main if quant_type == "none" else quant_type]
+    wanted = format_of(main if quant_type == "none" else quant_type, dtype)
     if main not in (wanted.name, expert_format(wanted).name):
         if not all(each.inexact or not each.format for each in quantized.values()):
             raise ModelError(f"quant_type is {quant_type!r}, the checkpoint is quantized and exported as {main}")

@@ -13,7 +13,7 @@ from engine.models.eagle3 import EAGLE3_GRAPH
 from engine.models.formats import without_cache
 from engine.models.keys import read_json
 from engine.models.mtp import MTP_GRAPH
-from engine.models.quantization import is_fp8
+from engine.models.quantization import is_fp8, is_mxfp4
 from engine.settings.config import Config
 from engine.settings.device import GPU, with_device
 
@@ -21,7 +21,8 @@ DRAFT_GRAPHS = (MTP_GRAPH, EAGLE3_GRAPH)  # the methods that draft with a graph 
 
 
 def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
-    """Return the options of the export. Unless a type is requested, 8-bit floats are kept on a GPU. Raises
+    """Return the options of the export. Unless a type is requested, 8-bit floats, and experts of
+    4-bit floats, are kept on a GPU. Raises
     ConfigError, also for a family that the device cannot run."""
     _check_device(config, checkpoint_dir)
     if config.dtype == "float16" and with_device(config).device != GPU:
@@ -45,9 +46,9 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
     is_free = (options.dtype, options.quant_type, options.load_format) == ("auto", "none", "auto")
     if not is_free or config.batch_invariant or not (checkpoint_dir / CONFIG).exists():
         return options
-    if is_fp8(read_json(checkpoint_dir / CONFIG)) and with_device(config).device == GPU:
-        return replace(options, quant_type="weight_only_fp8")
-    return options
+    keys = read_json(checkpoint_dir / CONFIG)
+    kept = "weight_only_fp8" if is_fp8(keys) else "mxfp4" if is_mxfp4(keys) else ""
+    return replace(options, quant_type=kept) if kept and with_device(config).device == GPU else options
 
 
 def _check_device(config: Config, checkpoint_dir: Path) -> None:

@@ -18,6 +18,7 @@ from engine.ops.catalogue import OPS
 NUM_DRAWN = 1_000_003  # numbers that are drawn for all parameters of a kind; a prime, so that rows differ
 WIDTH = 0.02  # standard deviation of weights
 CODES_WIDTH = {"int8": 73.3, "uint8": 4.61}  # of uniform codes of 8 and 4 bits
+MXFP4_EXPONENT = 120  # biased: the standard deviation of uniform codes is 2.93
 FLOATS, CODES, FP8 = "floats", "codes", "fp8"
 
 
@@ -71,6 +72,8 @@ def random_params(graph: Graph, constants: Mapping[str, np.ndarray]) -> dict[str
 def _param(parameters: Mapping[str, Value], name: str, floats: set[int]) -> RandomParam:
     value = parameters[name]
     if name.endswith("_scale"):
+        if value.dtype == "uint8":
+            return RandomParam(value, "", MXFP4_EXPONENT)
         codes = parameters[name.removesuffix("_scale")]
         return RandomParam(value, "", WIDTH / (1 if codes.id in floats else CODES_WIDTH[codes.dtype]))
     if value.id in floats:

@@ -65,7 +65,8 @@ class Mixture:
         assert mixture is not None, "the model has mixtures of experts"
         experts, hidden = Share.whole(mixture.num_experts), Share.whole(config.hidden_size)
         size, router = mixture.intermediate_size, f"{mixture.block}.{mixture.router}"
-        inner = Share.whole(size) if shard.expert_parallel else place.of_experts.shard.inner(size)
+        of_experts = place.of_experts.shard
+        inner = (replace(of_experts, rank=0, num_ranks=1) if shard.expert_parallel else of_experts).inner(size)
         gate, up, down = mixture.projections
         choice_bias = [(f"{mixture.block}.{mixture.choice_bias}", (experts,))]
         return cls(
@@ -122,7 +123,7 @@ def _stack(mixture: MixtureConfig, place: Place, name: str, parts: Mapping[str, 
 def _rows_of_bias(place: Place, axes: tuple[Share, Share]) -> tuple[Share]:
     """Return the share of a bias. If ranks share the inputs, only the first rank adds it: the others have zeros."""
     rows, columns = axes
-    is_added_here = columns.size == columns.count or place.shard.rank == 0
+    is_added_here = columns.size >= columns.count or place.shard.rank == 0
     return (rows if is_added_here else replace(rows, stop=rows.start),)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.dtypes import CODES_PER_SCALE, FP8_BLOCK, SMALL_GROUP, WEIGHT_DTYPES, to_bf16
-from engine.models.quantize import Codes, to_block_fp8, to_fp8, to_int4, to_int8
+from engine.models.quantize import Codes, to_block_fp8, to_fp8, to_int4, to_int8, to_mxfp4
 
 
 class Format(Protocol):
@@ -57,10 +57,12 @@ class Dense:
     """One float per element. Norms, biases and tables have this format, whatever the format of the matrices is."""
 
     name: str
+    dtype: str = ""  # of the elements; empty: the name
+    of_experts: Format | None = None  # the format of experts; None: this one
 
     @property
     def read_as(self) -> str:
-        return self.name
+        return self.dtype or self.name
 
     def parameters(self, name: str) -> tuple[str, ...]:
         return (name,)
@@ -69,7 +71,7 @@ class Dense:
         return (matrix,)
 
     def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
-        return (codes.values().astype(self.name),)
+        return (codes.values().astype(self.read_as),)
 
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
         return ops.linear(x, *stored, bias)
@@ -170,6 +172,32 @@ class Fp8:
         return getattr(ops, f"{op}_fp8")(*inputs, *stored, **attributes)
 
 
+@dataclass(frozen=True)
+class Mxfp4Experts:
+    """A 4-bit float (e2m1) per element, and a power of two for each 32 elements of a row. Only experts have it.
+
+    Matrices that a checkpoint stores so keep their values.
+    """
+
+    name: str
+    read_as = "float32"
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        return (name, f"{name}_scale")
+
+    def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
+        return to_mxfp4(matrix)
+
+    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+        return self.store(codes.values())
+
+    def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
+        raise TypeError("only matrices of experts have this format")
+
+    def experts(self, ops: Any, op: str, inputs: Sequence[Any], stored: Sequence[Any], **attributes: float) -> Any:
+        return getattr(ops, f"{op}_mxfp4")(*inputs, *stored, **attributes)
+
+
 FLOAT32: Format = Dense("float32")
 WEIGHT_ONLY_INT8: Format = Int8("weight_only_int8", "_int8")
 QUANTIZED: dict[str, Format] = {
@@ -181,8 +209,15 @@ QUANTIZED: dict[str, Format] = {
     "a8w8_fp8": Fp8("a8w8_fp8", "linear_a8w8_fp8"),
     "block_wise_fp8": Fp8("block_wise_fp8", "linear_a8w8_fp8", FP8_BLOCK),
     "a8w8_fp8_wint4": Fp8("a8w8_fp8_wint4", "linear_a8w8_fp8", of_experts=Int4("weight_only_int4")),
+    "mxfp4": Dense("mxfp4", of_experts=Mxfp4Experts("mxfp4")),
 }
 FORMATS: dict[str, Format] = {name: Dense(name) for name in WEIGHT_DTYPES} | QUANTIZED
+
+
+def format_of(name: str, dtype: str) -> Format:
+    """Return the format of this name in a model with tables of this dtype."""
+    format = FORMATS[name]
+    return replace(format, dtype=dtype) if isinstance(format, Dense) and format.of_experts else format
 
 
 def with_zero(format: Format) -> Format:
@@ -205,7 +240,7 @@ _BITS: dict[type, int] = {Dense: 16, Fp8: 9, Int8: 8, Int4: 4}
 def expert_format(format: Format) -> Format:
     """Return the format of the experts' matrices, or of the MLPs of a model without experts, when the other matrices
     have `format`."""
-    return format.of_experts or format if isinstance(format, Fp8) else format
+    return getattr(format, "of_experts", None) or format
 
 
 def without_cache(quant_type: str) -> tuple[str, bool]:
@@ -218,8 +253,8 @@ def head_format(format: Format, dtype: str) -> Format:
     """Return the format of the matrix that computes the logits, when the other matrices have `format`.
 
     With integers of 8 or 4 bits it is 8-bit integers, since errors of the logits are directly visible. With 8-bit
-    floats it is the dtype of tables, as in checkpoints of 8-bit floats.
+    floats, or 4-bit floats for experts, it is the dtype of tables, as in such checkpoints.
     """
-    if isinstance(format, Fp8):
+    if isinstance(format, Fp8 | Dense):
         return FORMATS[dtype]
     return WEIGHT_ONLY_INT8 if format.name in QUANTIZED else format

@@ -49,6 +49,11 @@ def is_fp8(keys: Mapping[str, Any]) -> bool:
     return not read_quantization(keys) and config["quant_method"] != "mxfp4"
 
 
+def is_mxfp4(keys: Mapping[str, Any]) -> bool:
+    """Return whether quantization_config declares 4-bit floats of experts, as gpt-oss has them."""
+    return an_object(keys, KEY).get("quant_method") == "mxfp4"
+
+
 def unused_settings(keys: Mapping[str, Any]) -> list[str]:
     """Return a message for each setting of quantization_config that the export does not use."""
     config, messages = an_object(keys, KEY), []

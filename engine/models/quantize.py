@@ -15,10 +15,12 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, FP8_BLOCK, SMALL_GROUP, from_bf16, to_bf16
+from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, FP8_BLOCK, MXFP4_GROUP, SMALL_GROUP, from_bf16, to_bf16
+from engine.models.keys import ModelError
 
 AT_ONCE = 1 << 18  # elements per piece, so that its temporary arrays fit in the CPU's caches
 LARGEST_INT8, SMALLEST_INT4, LARGEST_FP8 = 127, -8, 448
+LARGEST_FP4_EXPONENT = 2  # of 4 and 6
 SCALES_TRIED = np.linspace(0.8, 1.0, 9, dtype=np.float32)  # for int4: clipping outliers may reduce the error
 
 
@@ -118,6 +120,17 @@ def to_block_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _by_rows(matrix, _blocks_to_fp8, FP8_BLOCK)
 
 
+def to_mxfp4(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return 4-bit floats (e2m1) u8 [N, K / 2], two per byte, and biased exponents u8 [N, K / 32].
+
+    The largest magnitude of a group becomes 4 or more, and at most 6, as the OCP Microscaling specification has it. A
+    matrix of such numbers keeps its values. Raises ModelError if K is not a multiple of 32.
+    """
+    if matrix.shape[1] % MXFP4_GROUP:
+        raise ModelError(f"a matrix has {matrix.shape[1]} columns, mxfp4 needs a multiple of {MXFP4_GROUP}")
+    return _by_rows(matrix, _rows_to_mxfp4)
+
+
 def pack_int4(codes: np.ndarray) -> np.ndarray:
     """Pack codes 0 .. 15 [N, K], two per byte, the first in the lower four bits. Rows are padded with zeros."""
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % CODES_ALIGNED)))
@@ -143,6 +156,14 @@ def _rows_to_int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _rows_to_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = np.abs(rows).max(axis=1, keepdims=True) / np.float32(LARGEST_FP8)
     return _divide(rows, scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
+
+
+def _rows_to_mxfp4(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    groups = rows.reshape(len(rows), -1, MXFP4_GROUP)
+    exponent = np.frexp(np.abs(groups).max(axis=2, keepdims=True))[1] - 1 - LARGEST_FP4_EXPONENT
+    biased = np.clip(exponent + 127, 0, 254)
+    codes = np.ldexp(groups, 127 - biased).astype(ml_dtypes.float4_e2m1fn).view(np.uint8).reshape(len(rows), -1)
+    return codes[:, ::2] | codes[:, 1::2] << 4, biased[..., 0].astype(np.uint8)
 
 
 def _blocks_to_fp8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

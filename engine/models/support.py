@@ -79,7 +79,7 @@ FAMILIES = (
     FamilySupport("qwen3_moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"),
     FamilySupport("olmoe", "OLMoE"),
     FamilySupport("ernie4_5_moe", "ERNIE 4.5 with experts (21B-A3B, 300B-A47B)"),
-    FamilySupport("gpt_oss", "gpt-oss; MXFP4 is converted to another format"),
+    FamilySupport("gpt_oss", "gpt-oss (20B, 120B)"),
     FamilySupport("glm4_moe", "GLM-4.5, GLM-4.6"),
     FamilySupport("dots1", "dots.llm1"),
     FamilySupport("minimax_m2", "MiniMax-M2"),
@@ -114,6 +114,12 @@ PRECISIONS = (
         "4-bit integer for experts or MLPs, `a8w8_fp8` for the rest",
         "QUANT_TYPE=a8w8_fp8_wint4",
         ("quant_type", "a8w8_fp8_wint4"),
+    ),
+    PrecisionSupport(
+        "4-bit float (MXFP4) for experts, `DTYPE` for the rest (CPUs: bfloat16)",
+        "QUANT_TYPE=mxfp4",
+        ("quant_type", "mxfp4"),
+        (RUN, RUN, RUN, NOT_RUN),
     ),
     PrecisionSupport("8-bit KV cache", "USE_CACHE_KV_INT8=1", ("int8_cache", True)),
 )

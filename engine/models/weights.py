@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engine.models.formats import FLOAT32, Format, Fp8, common_format
+from engine.dtypes import MXFP4_GROUP
+from engine.models.formats import FLOAT32, Format, Fp8, Mxfp4Experts, common_format
 from engine.models.keys import ModelError
 
 Kind = TypeVar("Kind")
@@ -98,7 +99,10 @@ class Shard:
 
     def inner(self, count: int) -> Share:
         """Divide the `count` rows between the projections of an MLP, which are the columns of the last one, so that no
-        rank begins inside of a block of the checkpoint's 8-bit floats."""
+        rank begins inside of a block of the checkpoint's 8-bit floats. Shares of 4-bit floats are padded to groups."""
+        if isinstance(self.format, Mxfp4Experts):
+            padded = self.share(count + -count % (self.num_ranks * MXFP4_GROUP))
+            return replace(padded, count=count, start=min(padded.start, count), stop=min(padded.stop, count))
         return self.share(count, self.column_block if isinstance(self.format, Fp8) else 1)
 
     def share(self, count: int, multiple: int = 1) -> Share:

@@ -12,7 +12,7 @@ from engine.settings.setting import expanded, json_object, setting
 
 QUANT_TYPES = (
     *("weight_only_int8", "weight_only_int4", "weight_only_int4_g32", "a8w8", "weight_only_fp8"),
-    *("a8w8_fp8", "block_wise_fp8", "a8w8_fp8_wint4", "a8w8c8", "a8w8c8_fp8"),
+    *("a8w8_fp8", "block_wise_fp8", "a8w8_fp8_wint4", "mxfp4", "a8w8c8", "a8w8c8_fp8"),
 )
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from engine.models.families import FAMILIES
 from tests import family_checkpoints
+from tests.mixture_checkpoints import MIXTURES
 from tests.pure.models.test_family_goldens import RANKS_DIFFER, assert_two_ranks_agree
-from tests.pure.models.test_support import ON_CPUS, QUICK, assert_computes
+from tests.pure.models.test_support import OF_EXPERTS, ON_CPUS, QUICK, assert_computes
 
 SHARE = 1 if os.environ.get("EVERY_PRECISION") else 4
 PAIRS = [
@@ -18,6 +19,7 @@ PAIRS = [
     for row, family in enumerate(FAMILIES)
     for column, precision in enumerate(ON_CPUS)
     if (row + column) % SHARE == 0 and (family, precision) not in QUICK
+    if family in MIXTURES or precision is not OF_EXPERTS
 ]
 
 

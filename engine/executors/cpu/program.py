@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.core.cache_groups import table_name
 from engine.dtypes import held_as
-from engine.executors.cpu.fp8_weights import Fp8AsBf16, with_bf16_weights
+from engine.executors.cpu.fp8_weights import FloatsAsBf16, with_bf16_weights
 from engine.executors.expert_usage import HostCounter, routed_layers
 from engine.graph import Graph, GraphError, Node, Value
 from engine.graph.fusion import fuse
@@ -220,7 +220,7 @@ def _roots(graph: Graph) -> dict[int, int]:
     return roots
 
 
-def _copied(graph: Graph, params: Mapping[str, np.ndarray | Fp8AsBf16], kernels: CpuOps, held: Held) -> Held:
+def _copied(graph: Graph, params: Mapping[str, np.ndarray | FloatsAsBf16], kernels: CpuOps, held: Held) -> Held:
     """Copy the parameters into aligned memory in large pages, in the packed layout where the op has one. Those that are
     `held` with the same shape and layout are not copied again."""
     packings = {

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.executors.expert_placement import GatheredRows
 from engine.graph import Graph, Value
+from engine.graph.random_params import MXFP4_EXPONENT
 from engine.ops import cuda
 
 CHUNK = 16 << 20  # bytes that each reader copies at a time
@@ -50,6 +51,8 @@ def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device
         generator.manual_seed(zlib.crc32(name.encode()))
         if name in constants:
             tensors[name] = torch.from_numpy(constants[name]).to(device)
+        elif name.endswith("_scale") and value.dtype == "uint8":
+            tensors[name] = _empty(value, device).fill_(MXFP4_EXPONENT)
         elif name.endswith("_scale"):
             codes = graph.parameters[name.removesuffix("_scale")]
             width = 1 if codes.id in floats else CODES_WIDTH[_dtype(codes)]

@@ -3,6 +3,8 @@
 import ml_dtypes
 import numpy as np
 
+from engine.dtypes import from_mxfp4
+from engine.models.quantize import to_mxfp4
 from engine.models.stacked_experts import with_single_experts
 
 
@@ -37,3 +39,28 @@ def test_experts_in_mxfp4_are_read_by_turns_of_gates_and_up_with_their_scales():
             stored = found[f"{name}.{expert}.{projection}.weight"]
             assert stored.get_shape() == [3, 64]
             np.testing.assert_array_equal(stored[1:3], wanted[expert, first::2][1:3])
+
+
+def test_values_in_mxfp4_stay_the_same_when_they_are_stored_again():
+    """Groups have any of the eight largest numbers, zeros alone, and small and large exponents."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (60, 96)).astype(np.uint8)
+    codes[:8, :32] = np.minimum(codes[:8, :32] & 7, np.arange(8)[:, None]) | codes[:8, :32] & 8
+    scales = rng.integers(100, 140, (60, 3)).astype(np.uint8)
+    scales[8], scales[9] = 4, 250
+    values = from_mxfp4(codes[:, ::2] | codes[:, 1::2] << 4, scales)
+    found = to_mxfp4(values)
+    assert [each.dtype for each in found] == [np.uint8, np.uint8] and found[0].shape == (60, 48)
+    np.testing.assert_array_equal(from_mxfp4(*found), values)
+
+
+def test_other_matrices_are_rounded_to_the_nearest_in_mxfp4():
+    matrix = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+    codes, scales = to_mxfp4(matrix)
+    groups, steps = matrix.reshape(50, 2, 32), 2.0 ** (scales.astype(np.float64) - 127)
+    largest = np.abs(groups).max(axis=2) / steps
+    assert (4 <= largest).all() and (largest < 8).all()
+    numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    nearest = np.abs(groups[..., None] / steps[..., None, None] - numbers).min(axis=3)
+    error = np.abs(from_mxfp4(codes, scales).reshape(groups.shape) - groups) / steps[..., None]
+    np.testing.assert_allclose(error, nearest, atol=1e-6)

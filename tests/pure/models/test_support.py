@@ -32,11 +32,14 @@ LARGEST_ERROR |= {
     "a8w8_fp8": 0.2,
     "block_wise_fp8": 0.25,
     "a8w8_fp8_wint4": 0.5,
+    "mxfp4": 0.5,
     True: 0.03,
 }
 ON_CPUS = [each for each in support.PRECISIONS if each.devices[0] == RUN]
 [INT8] = [each for each in ON_CPUS if each.option[1] == "weight_only_int8"]
-QUICK = [*((name, INT8) for name in FAMILIES), *(("gemma3_text", each) for each in ON_CPUS if each is not INT8)]
+[OF_EXPERTS] = [each for each in ON_CPUS if each.option[1] == "mxfp4"]
+OTHERS = [each for each in ON_CPUS if each not in (INT8, OF_EXPERTS)]
+QUICK = [*((name, INT8) for name in FAMILIES), *(("gemma3_text", each) for each in OTHERS), ("gpt_oss", OF_EXPERTS)]
 
 
 def model_types(golden):
@@ -123,8 +126,9 @@ def test_every_family_computes_in_eight_bits_on_a_cpu_and_one_with_every_precisi
 def test_two_ranks_compute_with_every_precision_that_one_does(precision, exported):
     assert precision.devices[1] == RUN
     name, value = precision.option
-    wanted = PagedModel.of(exported("qwen2", dtype="float32"), cpu).prefill(PROMPT, chunk=4, num_logits=2)
-    found = answers_of_ranks(exported("qwen2", num_ranks=2, **{name: value}), 2, PROMPT)
+    family = "gpt_oss" if precision is OF_EXPERTS else "qwen2"
+    wanted = PagedModel.of(exported(family, dtype="float32"), cpu).prefill(PROMPT, chunk=4, num_logits=2)
+    found = answers_of_ranks(exported(family, num_ranks=2, **{name: value}), 2, PROMPT)
     for logits, _ in found:
         assert np.abs(logits - wanted).mean() <= max(LARGEST_ERROR[value], 1e-4) * wanted.std()
 
