@@ -18,11 +18,12 @@ struct ExpertWeights {
 template <class X, class T>
 struct PlainMatrices : ExpertStack {
   static constexpr int64_t kOutputs = 32, kMostRows = 256;
+  static constexpr bool kIsReadInPairs = true;
   const ExpertWeights& w;
   X* x;
 
-  PlainMatrices(const ExpertWeights& w, int64_t num_rows, int64_t rows_of_expert, int64_t width, bool is_gated)
-      : ExpertStack(rows_of_expert, width, is_gated, kOutputs), w(w),
+  PlainMatrices(const ExpertWeights& w, int64_t num_rows, int64_t num_matrices, int64_t rows_of_expert, int64_t width, bool)
+      : ExpertStack(num_matrices, rows_of_expert, width, kOutputs, false), w(w),
         x(static_cast<X*>(llm_scratch(0, sizeof(X) * static_cast<size_t>(num_rows * width)))) {}
 
   void put(const float* from, int64_t row) const {
@@ -36,8 +37,8 @@ struct PlainMatrices : ExpertStack {
   }
   void multiply_piece(const ExpertPiece& p, float* products, TileRegisters&) const {
     const int64_t rows = p.block.end - p.block.first;
-    for (int v = 0; v < 2; v++) {
-      const int64_t n = matrix(p.block.expert, v) * num_out + first_of(p.pair, v);
+    for (int v = 0; v < 2 && has(p.pair, v); v++) {
+      const int64_t n = matrix(p.block.expert, p.pair, v) * num_out + first_of(p.pair, v);
       const float* bias = w.bias ? w.bias + n : nullptr;
       const Stored<X, T> weight = {static_cast<const T*>(w.weight) + n * width, width};
       const LinearArgs<X> args = {x + p.block.first * width, rows, width, 2 * kOutputs, bias, products + v * kOutputs};
@@ -49,12 +50,13 @@ struct PlainMatrices : ExpertStack {
 #ifdef __AVX512BF16__
 struct Bf16Matrices : ExpertStack {
   static constexpr int64_t kOutputs = W, kMostRows = 256;
+  static constexpr bool kIsReadInPairs = true;  // the kernel reads both panels of a pair at once
   const ExpertWeights& w;
   int64_t stride;
   uint16_t* x;
 
-  Bf16Matrices(const ExpertWeights& w, int64_t num_rows, int64_t rows_of_expert, int64_t width, bool is_gated)
-      : ExpertStack(rows_of_expert, width, is_gated, kOutputs), w(w), stride(packed_width(width)),
+  Bf16Matrices(const ExpertWeights& w, int64_t num_rows, int64_t num_matrices, int64_t rows_of_expert, int64_t width, bool)
+      : ExpertStack(num_matrices, rows_of_expert, width, kOutputs, false), w(w), stride(packed_width(width)),
         x(static_cast<uint16_t*>(llm_scratch(0, sizeof(uint16_t) * static_cast<size_t>(num_rows * stride)))) {}
 
   void put(const float* from, int64_t row) const {
@@ -66,10 +68,11 @@ struct Bf16Matrices : ExpertStack {
   }
   const uint16_t* panel_at(int64_t expert, int64_t pair, int v) const {
     const auto* weight = static_cast<const uint16_t*>(w.weight);
-    const int64_t index = has(pair, v) ? panel(pair, v) : panel(pair, 0);  // twice the same: the second is not read
-    if (w.is_packed) return weight + (matrix(expert, v) * num_panels() + index) * kOutputs * stride;
+    const int of = has(pair, v) ? v : 0;  // twice the same: the second is not read
+    if (w.is_packed) return weight + (expert * panels_of_expert() + place(pair, of)) * kOutputs * stride;
     auto* panels = static_cast<uint16_t*>(llm_scratch(3, sizeof(uint16_t) * 2 * static_cast<size_t>(kOutputs * stride)));
-    pack_panel(weight + matrix(expert, v) * num_out * width, panels + v * kOutputs * stride, index * kOutputs, width, num_out);
+    pack_panel(weight + matrix(expert, pair, of) * num_out * width, panels + v * kOutputs * stride, first_of(pair, of), width,
+               num_out);
     return panels + v * kOutputs * stride;
   }
   void multiply_piece(const ExpertPiece& p, float* products, TileRegisters& registers) const {
@@ -84,7 +87,8 @@ struct Bf16Matrices : ExpertStack {
     if (!w.bias) return;
     for (int v = 0; v < 2; v++) {
       const int count = static_cast<int>(count_of(p.pair, v));
-      const vec bias = load_n(w.bias + matrix(p.block.expert, v) * num_out + first_of(p.pair, v), count);
+      if (!count) continue;
+      const vec bias = load_n(w.bias + matrix(p.block.expert, p.pair, v) * num_out + first_of(p.pair, v), count);
       for (float *y = products + v * W, *end = y + rows * 2 * W; y < end; y += 2 * W) store(y, load(y) + bias);
     }
   }
@@ -96,12 +100,14 @@ using Bf16Matrices = PlainMatrices<bf16_x, uint16_t>;
 template <class F>
 struct QuantizedMatrices : ExpertStack {
   static constexpr int64_t kOutputs = kPanel, kMostRows = kRowsOfPiece;
+  static constexpr bool kIsReadInPairs = false;
   const ExpertWeights& w;
   CodesOfX<F> x;
   int64_t num_words;
 
-  QuantizedMatrices(const ExpertWeights& w, int64_t num_rows, int64_t rows_of_expert, int64_t width, bool is_gated)
-      : ExpertStack(rows_of_expert, width, is_gated, kOutputs), w(w), x(num_rows, width),
+  QuantizedMatrices(const ExpertWeights& w, int64_t num_rows, int64_t num_matrices, int64_t rows_of_expert, int64_t width,
+                    bool is_end_to_end)
+      : ExpertStack(num_matrices, rows_of_expert, width, kOutputs, is_end_to_end), w(w), x(num_rows, width),
         num_words((F::codes == 8 ? round_up(width, 128) : width + 3) / F::codes) {}
 
   void put(const float* from, int64_t row) const { put_row(from, width, x, row); }
@@ -124,11 +130,11 @@ struct QuantizedMatrices : ExpertStack {
   }
   void multiply_piece(const ExpertPiece& p, float* products, TileRegisters& registers) const {
     for (int v = 0; v < 2 && has(p.pair, v); v++) {
-      const int64_t index = matrix(p.block.expert, v);
+      const int64_t index = matrix(p.block.expert, p.pair, v);
       const QuantizedLinear one = linear_of(index);
       const bool is_last = v == 1 || !has(p.pair, 1);
-      const int64_t then = is_last ? matrix(p.next_expert, 0) * num_panels() + panel(p.next_pair, 0)
-                                   : matrix(p.block.expert, 1) * num_panels() + panel(p.pair, 1);
+      const int64_t then = is_last ? p.next_expert * panels_of_expert() + place(p.next_pair, 0)
+                                   : p.block.expert * panels_of_expert() + place(p.pair, 1);
       multiply_panel(QuantizedArgs<F>{one, x, num_words}, panel(p.pair, v), then - index * num_panels(), p.block.first,
                      p.block.end, products + v * kPanel, 2 * kPanel, registers);
     }

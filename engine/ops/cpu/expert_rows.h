@@ -67,20 +67,25 @@ struct ExpertRows {
   }
 };
 
-// The matrices of all experts: of each expert one, or where it is gated two, gates and what they are multiplied with. A
-// piece of the work is a pair of panels of `outputs` rows each.
+// The matrices of all experts: of each expert one, or two, gates and what they are multiplied with. A piece of the work
+// is a pair of panels of `outputs` rows each: two that follow each other in memory, or one from each half of an expert,
+// which are a gate and what it is multiplied with.
 struct ExpertStack {
-  int64_t num_out, width;  // of one matrix
-  bool is_gated;
+  int64_t num_matrices, num_out, width;  // matrices of an expert; rows and columns of one
   int64_t outputs;
+  bool is_end_to_end;
 
-  ExpertStack(int64_t rows_of_expert, int64_t width, bool is_gated, int64_t outputs)
-      : num_out(is_gated ? rows_of_expert / 2 : rows_of_expert), width(width), is_gated(is_gated), outputs(outputs) {}
-  int64_t num_panels() const { return (num_out + outputs - 1) / outputs; }
-  int64_t num_pairs() const { return is_gated ? num_panels() : (num_panels() + 1) / 2; }
-  int64_t matrix(int64_t expert, int v) const { return is_gated ? 2 * expert + v : expert; }
-  int64_t panel(int64_t pair, int v) const { return is_gated ? pair : pair + v * num_pairs(); }
-  bool has(int64_t pair, int v) const { return panel(pair, v) < num_panels(); }
+  ExpertStack(int64_t num_matrices, int64_t rows_of_expert, int64_t width, int64_t outputs, bool is_end_to_end)
+      : num_matrices(num_matrices), num_out(rows_of_expert / num_matrices), width(width), outputs(outputs),
+        is_end_to_end(is_end_to_end) {}
+  int64_t num_panels() const { return (num_out + outputs - 1) / outputs; }  // of a matrix
+  int64_t panels_of_expert() const { return num_matrices * num_panels(); }
+  int64_t num_pairs() const { return (panels_of_expert() + 1) / 2; }
+  int64_t place(int64_t pair, int v) const { return is_end_to_end ? 2 * pair + v : pair + v * num_pairs(); }  // of a panel
+  bool has(int64_t pair, int v) const { return place(pair, v) < panels_of_expert(); }
+  int64_t half(int64_t pair, int v) const { return place(pair, v) / num_panels(); }  // which matrix of the expert
+  int64_t matrix(int64_t expert, int64_t pair, int v) const { return expert * num_matrices + half(pair, v); }
+  int64_t panel(int64_t pair, int v) const { return place(pair, v) % num_panels(); }  // of that matrix
   int64_t first_of(int64_t pair, int v) const { return panel(pair, v) * outputs; }  // output
   int64_t count_of(int64_t pair, int v) const { return has(pair, v) ? min(outputs, num_out - first_of(pair, v)) : 0; }
 };

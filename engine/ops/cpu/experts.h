@@ -19,11 +19,23 @@ inline vec activated(const Args& a, vec gate, vec up) {
   return gate / (1.0f + exp(-a.alpha * gate)) * (up + a.offset);
 }
 
+template <class Args>
+void write_activated(const Args& a, float* h, const float* gates, const float* ups, int64_t width) {
+  for_lanes(width, [&](int64_t n, int count) {
+    store_n(h + n, activated(a, load_n(gates + n, count), load_n(ups + n, count)), count);
+  });
+}
+
+// From this many rows of an expert on, gates are used where they are computed. With few rows the time goes into reading
+// the weights, which is faster from end to end, also where the gates wait in memory.
+constexpr int64_t kGatedExpertRows = 64;
+
 // A token is rounded once, however many experts it has.
 template <class Matrices, class Args>
 void gate_up(const Args& a, const ExpertWeights& w) {
   const ExpertRows rows(a.topk_ids, a.T * a.top_k, a.num_experts, Matrices::kMostRows);
-  const Matrices matrices(w, rows.count, a.N, a.K, true);
+  const bool is_end_to_end = !Matrices::kIsReadInPairs && rows.count < kGatedExpertRows * rows.num_blocks;
+  const Matrices matrices(w, rows.count, 2, a.N, a.K, is_end_to_end);
   parallel_rows(a.T, 2 * a.K, [&](int64_t t) {
     int64_t first = -1;
     for (const int32_t *row = rows.rows + t * a.top_k, *end = row + a.top_k; row < end; row++) {
@@ -35,21 +47,30 @@ void gate_up(const Args& a, const ExpertWeights& w) {
     }
   });
   const int64_t width = a.N / 2, outputs = Matrices::kOutputs;
+  if (!is_end_to_end)
+    return multiply_experts(rows, matrices, [&](const ExpertPiece& p, const float* products) {
+      const int64_t first = matrices.first_of(p.pair, 0), count = matrices.count_of(p.pair, 0);
+      for (int64_t row = p.block.first; row < p.block.end; row++, products += 2 * outputs)
+        write_activated(a, a.h + rows.pairs[row] * width + first, products, products + outputs, count);
+    });
+  auto* both = static_cast<float*>(llm_scratch(6, sizeof(float) * static_cast<size_t>(rows.count * a.N)));
   multiply_experts(rows, matrices, [&](const ExpertPiece& p, const float* products) {
-    const int64_t first = matrices.first_of(p.pair, 0);
-    for (int64_t row = p.block.first; row < p.block.end; row++, products += 2 * outputs) {
-      float* h = a.h + rows.pairs[row] * width + first;
-      for_lanes(matrices.count_of(p.pair, 0), [&](int64_t n, int count) {
-        store_n(h + n, activated(a, load_n(products + n, count), load_n(products + outputs + n, count)), count);
-      });
-    }
+    for (int64_t row = p.block.first; row < p.block.end; row++)
+      for (int v = 0; v < 2; v++, products += outputs) {
+        float* y = both + row * a.N + matrices.half(p.pair, v) * width + matrices.first_of(p.pair, v);
+        for_lanes(matrices.count_of(p.pair, v), [&](int64_t n, int count) { store_n(y + n, load_n(products + n, count), count); });
+      }
+  });
+  parallel_rows(rows.count, a.N, [&](int64_t row) {
+    const float* gates = both + row * a.N;
+    write_activated(a, a.h + rows.pairs[row] * width, gates, gates + width, width);
   });
 }
 
 template <class Matrices, class Args>
 void down(const Args& a, const ExpertWeights& w) {
   const ExpertRows rows(a.topk_ids, a.T * a.top_k, a.num_experts, Matrices::kMostRows);
-  const Matrices matrices(w, rows.count, a.N, a.K, false);
+  const Matrices matrices(w, rows.count, 1, a.N, a.K, !Matrices::kIsReadInPairs);
   parallel_rows(rows.count, 2 * a.K, [&](int64_t row) { matrices.put(a.h + rows.pairs[row] * a.K, row); });
   auto* shares = static_cast<float*>(llm_scratch(6, sizeof(float) * static_cast<size_t>(rows.count * a.N)));
   multiply_experts(rows, matrices, [&](const ExpertPiece& p, const float* products) {

@@ -99,9 +99,10 @@ def _packed(ops, op, rows, num_experts, kind):
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("format", ["linear", "linear bf16", *OF_FEW_BITS])
 def test_rows_of_experts_are_independent(isa, format, num_threads):
+    """All rows together compute gates and what they multiply at once, few rows the matrices one after the other."""
     ops, before = cpu.load(isa), cpu.num_threads()
     gate_up, down = stored(format, 6 * 2 * 40, 130), stored(format, 6 * 130, 40)
-    ids, factors = chosen(150, 6, 2), random(150, 2, seed=4)
+    ids, factors = chosen(250, 6, 2), random(250, 2, seed=4)
 
     def experts(columns):
         """Return the experts' outputs of the tokens in the first column."""
@@ -113,8 +114,8 @@ def test_rows_of_experts_are_independent(isa, format, num_threads):
 
     cpu.set_num_threads(num_threads)
     try:
-        numbers = np.arange(150, dtype=np.float32)[:, None]
-        assert_rows_are_independent(experts, np.concatenate([numbers, random(150, 130)], axis=1))
+        numbers = np.arange(250, dtype=np.float32)[:, None]
+        assert_rows_are_independent(experts, np.concatenate([numbers, random(250, 130)], axis=1))
     finally:
         cpu.set_num_threads(before)
 
