@@ -112,6 +112,28 @@ QWEN3_5 = {
     },
     "tie_word_embeddings": False,
 }
+DEEPSEEK_V2 = {
+    **LLAMA3,
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": QWEN2
     | {
@@ -185,6 +207,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": False,
     },
+    "qwen3.5-0.8b": QWEN3_5
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
     "qwen3.5-9b": QWEN3_5
     | {
         "hidden_size": 4096,
@@ -255,10 +287,8 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
-    "deepseek-v2-lite": LLAMA3
+    "deepseek-v2-lite": DEEPSEEK_V2
     | {
-        "model_type": "deepseek_v2",
-        "architectures": ["DeepseekV2ForCausalLM"],
         "vocab_size": 102400,
         "hidden_size": 2048,
         "intermediate_size": 10944,
@@ -266,25 +296,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 64,
         "n_shared_experts": 2,
         "num_experts_per_tok": 6,
-        "first_k_dense_replace": 1,
         "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "original_max_position_embeddings": 4096,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-        },
         "bos_token_id": 100000,
         "eos_token_id": 100001,
+    },
+    "deepseek-v2-0.7b": DEEPSEEK_V2
+    | {
+        "vocab_size": 32768,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 512,
+        "n_routed_experts": 32,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 12,
+        "q_lora_rank": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
     },
     "paddleocr-vl": {
         "model_type": "paddleocr_vl",

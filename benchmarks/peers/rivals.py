@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,12 +26,23 @@ class Failed(Exception):
     """Error of a rival that could not be installed or run."""
 
 
+def failed(label: str, status: int, log: Path) -> Failed:
+    """Return the error of a process whose last lines in the log say why it ended."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    reasons = [line for line in lines[-40:] if re.search(r"\b(\w*Error|\w*Exception|error)\b", line)]
+    reason = (reasons or lines or [""])[-1]
+    return Failed(f"{label} ended with exit status {status}, see {log}: {reason[:300]}")
+
+
 class Loaded:
     """Process of an engine that has loaded a model. It answers a case on request, while all other engines wait."""
 
-    def __init__(self, label: str, **command: Any):
-        self._label = label
-        self._process = subprocess.Popen(**command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, label: str, log: Path, **command: Any):
+        self._label, self._log = label, log
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                **command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
+            )
 
     def answer(self, case: str) -> tuple[list[float], float]:
         """Run a case. Return prefill and decode rates in tokens per second, and the number of cores that others used.
@@ -42,7 +54,7 @@ class Loaded:
             if line.startswith('{"rates"'):
                 result = json.loads(line)
                 return result["rates"], result["others"]
-        raise Failed(f"{self._label} ended with exit status {self._process.wait()}")
+        raise failed(self._label, self._process.wait(), self._log)
 
     def close(self) -> None:
         assert self._process.stdin
@@ -67,6 +79,10 @@ class Rival:
     def folder(self) -> Path:
         return WORK / self.name
 
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
     def command(self, script: str, *args: str | Path) -> dict[str, Any]:
         """Return the arguments of `subprocess` that run a bash script in the rival's environment."""
         ours = {"HERE": str(self.folder), "THREADS": str(cpu.num_threads()), "HF_HUB_OFFLINE": "1"}
@@ -76,10 +92,10 @@ class Rival:
 
     def run(self, script: str, *args: str | Path, cwd: Path | None = None) -> str:
         """Run a script and return its standard output; standard error goes to the log. Raises Failed."""
-        with (self.folder / "log").open("ab") as log:
+        with self.log.open("ab") as log:
             done = subprocess.run(**self.command(script, *args), cwd=cwd, stdout=subprocess.PIPE, stderr=log, text=True)
         if done.returncode:
-            raise Failed(f"{self.label} ended with exit status {done.returncode}, see {log.name}")
+            raise failed(self.label, done.returncode, self.log)
         return done.stdout
 
     def install_once(self) -> None:
@@ -103,16 +119,16 @@ class Rival:
 
     def loaded(self, model: Path) -> Loaded:
         """Start the rival with this model loaded. Its standard error goes to the log."""
-        with (self.folder / "log").open("ab") as log:
-            command = self.command(f'exec python -m benchmarks.peers.{self.name} "$1" $THREADS', model)
-            return Loaded(self.label, **command, stderr=log)
+        return Loaded(
+            self.label, self.log, **self.command(f'exec python -m benchmarks.peers.{self.name} "$1" $THREADS', model)
+        )
 
 
 RIVALS = [
     Rival(
         "llama",
         "llama.cpp",
-        """pip install cmake==4.4.4 ninja==1.13.2 gguf==0.19.0
+        """pip install cmake==4.4.4 ninja==1.13.2 torch==2.13.0 "transformers<5.6" sentencepiece
         pip download --no-deps --no-binary llama-cpp-python --dest . llama-cpp-python==0.3.36
         mkdir source && tar xzf llama_cpp_python-*.tar.gz --directory source --strip-components 1
         cmake -G Ninja -S source/vendor/llama.cpp -B built -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
@@ -123,7 +139,8 @@ RIVALS = [
         f"""exec "$HERE/built/bin/llama-server" -m "$1" -t $THREADS -tb $THREADS -np {MAX_REQUESTS} \
           -c {MAX_REQUESTS * 256} -b {MAX_TOKENS_IN_STEP} --host 127.0.0.1 --port $2""",
         suffix=".gguf",
-        environment='export LLAMA_CPP_LIB_PATH="$HERE/built/bin"',
+        environment="""export LLAMA_CPP_LIB_PATH="$HERE/built/bin"
+        export PYTHONPATH=$HERE/source/vendor/llama.cpp:$HERE/source/vendor/llama.cpp/gguf-py""",
     ),
     Rival(
         "openvino",

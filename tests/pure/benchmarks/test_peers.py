@@ -26,7 +26,7 @@ def test_prefill_ends_with_the_last_first_token_and_tokens_of_that_step_are_none
 
 
 def test_a_repeated_call_goes_on_with_the_turns_that_have_no_result():
-    every = list(peers.turns(2, ["llama", "vllm"]))
+    every = list(peers.turns(2, ["limit", "ours", "llama", "vllm"]))
     assert [turn.engine for turn in every[:5]] == ["limit", "ours", "llama", "vllm", "limit"]
     assert [(turn.round, turn.case) for turn in every[:24:4]] == [*((1, case) for case in CASES), (2, CASES[0])]
     assert {turn.format for turn in every if turn.width == "int8"} == {"", "weight_only_int8", "a8w8", "q8_0", "w8a8"}
