@@ -361,7 +361,7 @@ def test_a_cpu_computes_with_floats_of_eight_bits_as_with_the_numbers_that_they_
         program.set_caches({spec.name: allocated(spec.shape_of(2), spec.dtype) for spec in specs})
         logits.append(program.run(inputs_of(PROMPT[:40]))["logits"].copy())
     np.testing.assert_array_equal(*logits)
-    assert "8 matrices of 8-bit floats become bfloat16" in caplog.text
+    assert "8 matrices of 8-bit or 4-bit floats become bfloat16" in caplog.text
 
 
 @pytest.mark.parametrize(
