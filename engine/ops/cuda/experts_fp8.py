@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops.cuda import fp8
-from engine.ops.cuda.experts_kernels import FP8, INT4, MXFP4, activated, block_of, distance
+from engine.ops.cuda.experts_kernels import FP8, INT4, MXFP4, block_of, distance, store_outputs
 from engine.ops.cuda.fp8_kernels import INTERPRETED, to_fp8
 from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import number, round_bf16
@@ -194,16 +194,10 @@ def multiply(
                 rows_of_words, activations, totals, x_scale, place, scale + row, zero + row, num_weights,
                 num_word_blocks, HAS_ZERO, STAGES,
             )  # fmt: skip
-        if HAS_BIAS:
-            sums += tl.load(bias + row).to(tl.float32)[:, None]
-        if IS_GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(sums, (2, OWN, SLOTS)), (1, 2, 0)))
-            sums = activated(gate, up, limit, alpha, offset, ACTIVATION, HAS_LIMIT)
-        else:
-            sums *= tl.load(slot_weights + slot)[None, :]
-        own = first_column + tl.arange(0, OWN)
-        at = out + slot.to(tl.int64)[None, :] * columns + own[:, None]
-        tl.store(at, sums, mask=(m < end)[None, :] & (own < columns)[:, None])
+        store_outputs(
+            sums, bias + row, slot_weights, out, slot, m < end, first_column, columns, limit, alpha, offset,
+            HAS_BIAS, IS_GATED, ACTIVATION, HAS_LIMIT,
+        )  # fmt: skip
 
 
 @triton.jit

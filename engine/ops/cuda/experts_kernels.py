@@ -51,16 +51,10 @@ def grouped(
         )  # fmt: skip
         if (KIND == IS_FP8 and not IS_BLOCKED) or KIND == IS_INT8:
             sums *= tl.load(scale + row)[:, None]
-        if HAS_BIAS:
-            sums += tl.load(bias + row).to(tl.float32)[:, None]
-        if IS_GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(sums, (2, OWN, SLOTS)), (1, 2, 0)))
-            sums = activated(gate, up, limit, alpha, offset, ACTIVATION, HAS_LIMIT)
-        else:
-            sums *= tl.load(slot_weights + slot)[None, :]
-        own = first_column + tl.arange(0, OWN)
-        at = out + slot.to(tl.int64)[None, :] * columns + own[:, None]
-        tl.store(at, sums, mask=(m < end)[None, :] & (own < columns)[:, None])
+        store_outputs(
+            sums, bias + row, slot_weights, out, slot, m < end, first_column, columns, limit, alpha, offset,
+            HAS_BIAS, IS_GATED, ACTIVATION, HAS_LIMIT,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -118,6 +112,27 @@ def _products(
                 else:
                     sums = tl.dot(weights, tl.trans(values.to(weights.dtype)), sums, input_precision="ieee")
     return sums
+
+
+@triton.jit
+def store_outputs(
+    sums, at_bias, slot_weights, out, slot, is_slot, first_column, columns, limit, alpha, offset,
+    HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Store the products [rows of a matrix, slots] of one expert in `out` [slots, columns]: if gated, after the
+    activation, whose gate is the first half of the rows, and otherwise multiplied by the weights of the slots."""
+    SLOTS: tl.constexpr = sums.shape[1]
+    OWN: tl.constexpr = sums.shape[0] // (1 + IS_GATED)
+    if HAS_BIAS:
+        sums += tl.load(at_bias).to(tl.float32)[:, None]
+    if IS_GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, OWN, SLOTS)), (1, 2, 0)))
+        outputs = activated(gate, up, limit, alpha, offset, ACTIVATION, HAS_LIMIT)
+    else:
+        outputs = sums * tl.load(slot_weights + slot)[None, :]
+    own = first_column + tl.arange(0, OWN)
+    at = out + slot.to(tl.int64)[None, :] * columns + own[:, None]
+    tl.store(at, outputs, mask=is_slot[None, :] & (own < columns)[:, None])
 
 
 @triton.jit
