@@ -20,6 +20,7 @@ from benchmarks.gpu_times import microseconds
 from engine.models.quantize import to_int4
 from engine.ops import cuda
 from engine.ops.cuda import fp8, lowbit, mxfp4
+from engine.ops.cuda.forward_context import forward_pass
 
 LEAST_BYTES = 400e6  # that all layers read
 BITS = {"dense": 16, "int4": 4.25, "mxfp4": 4.25, "int8": 8, "fp8": 8}
@@ -86,9 +87,10 @@ def case(shape: Shape, kind: str, num_rows: int) -> Case:
     def run() -> None:
         given = {"num_experts": shape.num_experts}
         for router in routers:
-            ids, weights = cuda.moe_route(x, router, **route)
-            h = getattr(cuda, f"expert_gate_up{suffix}")(x, ids, *up, **given, **SILU)
-            getattr(cuda, f"expert_down{suffix}")(h, ids, weights, *down, **given)
+            with forward_pass():
+                ids, weights = cuda.moe_route(x, router, **route)
+                h = getattr(cuda, f"expert_gate_up{suffix}")(x, ids, *up, **given, **SILU)
+                getattr(cuda, f"expert_down{suffix}")(h, ids, weights, *down, **given)
 
     return Case(run, num_layers, num_hit)
 

@@ -23,6 +23,7 @@ from engine.executors.cuda.program import GraphCall  # noqa: E402
 from engine.models.quantize import to_int4, to_int8  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.cuda import experts, invariant, routing  # noqa: E402
+from engine.ops.cuda.forward_context import forward_pass  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, array, assert_close, distance, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 
@@ -82,6 +83,17 @@ def test_a_token_that_is_not_finite_has_experts_nevertheless(device):
     x[0, 3] = np.nan
     ids, _ = cuda.moe_route(tensor(x, device), tensor(floats(rng, 24, 40), device), **ROUTE)
     assert array(ids)[0].tolist() == [0, 1, 2]
+
+
+def test_slots_are_sorted_once_in_a_forward_pass(device):
+    ids, others = (torch.tensor([[0, 2], numbers], dtype=torch.int32, device=device) for numbers in ([1, 0], [3, 0]))
+    with forward_pass():
+        order = routing.order_of(ids, 4)
+        assert routing.order_of(ids, 4) is order
+        assert array(routing.order_of(others, 4).slots).tolist() == [0, 3, 1, 2]
+    with forward_pass():
+        assert routing.order_of(ids, 4) is not order
+    assert array(order.slots).tolist() == [0, 3, 2, 1] and array(order.starts).tolist() == [0, 2, 3, 4, 4]
 
 
 def test_choices_of_rows_that_are_no_padding_are_added_to_the_counts(device):
@@ -211,13 +223,14 @@ def test_ranks_with_some_of_the_experts_add_up_to_one_with_all(device, kind):
 
         def part(first, end, ids=ids, x=x, weights=weights):
             own = tensor(ids - first, device)
-            own.num_experts = num_experts  # as `moe_route` leaves it
             rows, given = [slice(first * n, end * n) for n in (2 * inner, width)], {"num_experts": end - first}
             stacks = [packed(kind, [each[rows[i]] for each in stack], device) for i, stack in enumerate((up, down))]
             bias = [tensor(each[rows[i]], device) for i, each in enumerate(biases)]
-            h = getattr(cuda, names[0])(x, own, *stacks[0], bias[0], **given, **SILU)
-            h.view(*ids.shape, inner)[(own < 0) | (own >= end - first)] = float("nan")
-            return array(getattr(cuda, names[1])(h, own, weights, *stacks[1], bias[1], **given))
+            with forward_pass() as context:
+                context.routing_of(own).num_experts = num_experts  # as `moe_route` leaves it
+                h = getattr(cuda, names[0])(x, own, *stacks[0], bias[0], **given, **SILU)
+                h.view(*ids.shape, inner)[(own < 0) | (own >= end - first)] = float("nan")
+                return array(getattr(cuda, names[1])(h, own, weights, *stacks[1], bias[1], **given))
 
         assert_close(part(0, 2) + part(2, 5), part(0, 5), 1e-5)
 

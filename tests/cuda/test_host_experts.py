@@ -17,6 +17,7 @@ from engine.executors.cuda.step_graphs import StepGraphs  # noqa: E402
 from engine.graph.experts import expert_sizes  # noqa: E402
 from engine.ops import cuda  # noqa: E402
 from engine.ops.cuda import invariant, offloaded_experts  # noqa: E402
+from engine.ops.cuda.forward_context import forward_pass  # noqa: E402
 from engine.ops.cuda.offloaded_experts import OffloadedMatrix, Stage  # noqa: E402
 from tests.cuda.arrays import floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
@@ -65,9 +66,10 @@ def test_products_have_the_same_bits_wherever_experts_are(device, kind):
                 found = []
                 for gate_up, down in (layer, own):
                     ids = tensor(chosen, device)
-                    h = getattr(ops, names[0])(x, ids, *gate_up, num_experts=NUM_EXPERTS, **SILU)
-                    h.view(num_rows, top_k, -1)[0, 0] = 0
-                    y = getattr(ops, names[1])(h, ids, weights, *down, num_experts=NUM_EXPERTS)
+                    with forward_pass():
+                        h = getattr(ops, names[0])(x, ids, *gate_up, num_experts=NUM_EXPERTS, **SILU)
+                        h.view(num_rows, top_k, -1)[0, 0] = 0
+                        y = getattr(ops, names[1])(h, ids, weights, *down, num_experts=NUM_EXPERTS)
                     found.append((h, y))
                 assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
         if num_rows == IN_PLACE + 1:

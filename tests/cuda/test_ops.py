@@ -9,6 +9,7 @@ from engine.dtypes import from_bf16, to_bf16  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.catalogue import OPS  # noqa: E402
 from engine.ops.cuda import balanced_splits, skinny_gemm  # noqa: E402
+from engine.ops.cuda.forward_context import forward_pass  # noqa: E402
 from engine.ops.cuda.prefill_attention import KnownStarts  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, Ops, array, assert_close, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
@@ -213,7 +214,7 @@ def test_contexts_are_divided_into_as_many_pieces_of_equal_length_as_there_are_p
     lens = [900, 15, 16, 0, 300]
     ids = torch.tensor(lens, dtype=torch.int32, device=device)
     for num_programs in (5, 7, 20, 200):
-        division = array(balanced_splits.divide(ids, num_programs, 16, window, ids)).tolist()
+        division = array(balanced_splits.divide(ids, num_programs, 16, window)).tolist()
         length, pieces, starts = division[0], division[1 : num_programs + 1], division[num_programs + 1 :]
         tiles = [each // 16 + 1 - (max(0, each - window + 1) // 16 if window else 0) for each in lens]
         counts = [-(-each // length) for each in tiles]
@@ -221,6 +222,17 @@ def test_contexts_are_divided_into_as_many_pieces_of_equal_length_as_there_are_p
         expected = [number | part << 16 for number, count in enumerate(counts) for part in range(count)]
         assert pieces == expected + [-1] * (num_programs - len(expected))
         assert length == 1 or sum(-(-each // (length - 1)) for each in tiles) > num_programs
+
+
+def test_contexts_are_divided_once_in_a_forward_pass(device):
+    lens, others = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([900, 15], [20, 600]))
+    with forward_pass():
+        division = balanced_splits.divide(lens, 5, 16, 0)
+        assert balanced_splits.divide(lens, 5, 16, 0) is division
+        assert not torch.equal(balanced_splits.divide(lens, 5, 16, 40), division)
+        assert not torch.equal(balanced_splits.divide(others, 5, 16, 0), division)
+    with forward_pass():
+        assert balanced_splits.divide(lens, 5, 16, 0) is not division
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -16,6 +16,7 @@ from engine.graph.fusion import fuse
 from engine.models.layers import HIDDEN, LOGIT_ROWS, LOGITS, STATES
 from engine.ops.catalogue import FUSED
 from engine.ops.cuda.adapters import Layer, add_adapters
+from engine.ops.cuda.forward_context import forward_pass
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.vision import QueryTiles
 
@@ -86,12 +87,13 @@ class CudaProgram:
     def run(self, inputs: Inputs) -> list[Tensor]:
         """Run the graph and return its outputs."""
         values = self._params | {number: inputs[name] for name, number in self._inputs.items()}
-        for run, given, outputs, last in self._calls:
-            results = run(*[None if number is None else values[number] for number in given])
-            for number in last:
-                del values[number]
-            for number, result in zip(outputs, results if isinstance(results, tuple) else (results,), strict=True):
-                values[number] = result
+        with forward_pass():
+            for run, given, outputs, last in self._calls:
+                results = run(*[None if number is None else values[number] for number in given])
+                for number in last:
+                    del values[number]
+                for number, result in zip(outputs, results if isinstance(results, tuple) else (results,), strict=True):
+                    values[number] = result
         return [values[number] for number in self._outputs]
 
 

@@ -144,7 +144,7 @@ def _attend_all(
     tile, division = min(block_size, most), None
     if cos_sin is not None and 1 < num_requests <= balanced_splits.MAX_REQUESTS:
         splits, num_tiles = 1, _num_programs(num_requests, num_kv_heads)
-        division = balanced_splits.divide(where[1], num_tiles, tile, scoring.window, cos_sin)
+        division = balanced_splits.divide(where[1], num_tiles, tile, scoring.window)
     parts = (num_tiles, num_heads) if division is not None else (num_tokens, num_heads, splits)
     is_whole = splits == 1 and division is None
     partial = out if is_whole else query.new_empty(*parts, head_dim + 2, dtype=torch.float32)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.cuda import forward_context
 from engine.ops.cuda.launch import PDL, begin_next, kernel, new_indices, wait_for_inputs
 from engine.ops.cuda.split_kv import first_seen
 
@@ -20,14 +21,11 @@ TOGETHER = 32  # programs whose pieces one program of `_divide` finds
 COMBINED = 8  # pieces that are combined at a time
 
 
-def divide(context_lens: Tensor, num_programs: int, tile: int, window: int, owner: Tensor) -> Tensor:
+def divide(context_lens: Tensor, num_programs: int, tile: int, window: int) -> Tensor:
     """Return the division of contexts of these lengths, and the new position of each, among `num_programs` programs, at
-    least one for each request. It is made once for all layers that have the same `owner`, a tensor of this step."""
-    made = getattr(owner, "divisions", None)
-    if made is None:
-        made = {}
-        setattr(owner, "divisions", made)  # noqa: B010 - Tensor declares no such attribute
-    known = made.get((num_programs, tile, window))
+    least one for each request. It is computed once in a forward pass."""
+    divisions = forward_context.current().divisions
+    known = divisions.get((num_programs, tile, window))
     if known is None or known[0] is not context_lens:
         count = len(context_lens)
         division = new_indices(context_lens, num_programs + count + 2)
@@ -36,7 +34,7 @@ def divide(context_lens: Tensor, num_programs: int, tile: int, window: int, owne
             context_lens, division, count, num_programs, MAX_PIECES, window, tile, MAX_REQUESTS, TOGETHER,
             num_warps=4, **PDL,
         )  # fmt: skip
-        known = made[num_programs, tile, window] = context_lens, division
+        known = divisions[num_programs, tile, window] = context_lens, division
     return known[1]
 
 

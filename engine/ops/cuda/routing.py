@@ -5,13 +5,13 @@ A slot is a pair of a token and one of its experts, numbered `token * top_k + ra
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.cuda import forward_context
+from engine.ops.cuda.forward_context import Order
 from engine.ops.cuda.launch import PDL, begin_next, kernel, new_indices, wait_for_inputs
 
 CHUNK, DEPTH = 256, 64  # inputs whose products are added up first, and of them those of a step
@@ -19,13 +19,6 @@ SMALL, LARGE = 64, 1024  # tokens, of which a program has 16, or 32 and one chun
 SORTED = 4096  # slots; more are sorted by torch
 QUERIES, COMPARED = 16, 256  # slots of a program that sorts, and those that it compares them with at a time
 NONE_LEFT = tl.constexpr(-(2**31))
-
-
-class Order(NamedTuple):
-    """Slots by expert."""
-
-    slots: Tensor  # i32 [T * top_k]
-    starts: Tensor  # i32 [E + 1]: the first slot of each expert in `slots`
 
 
 def moe_route(  # noqa: PLR0913 - the inputs and attributes of the catalogue
@@ -49,7 +42,7 @@ def moe_route(  # noqa: PLR0913 - the inputs and attributes of the catalogue
 ) -> tuple[Tensor, Tensor]:
     """Return the experts i32 [T, top_k] of the rows of x [T, H], counted from `first_expert`, and their weights f32.
 
-    The order of sums is the same for all numbers of tokens. The tensor of ids remembers the number of all experts. To
+    The order of sums is the same for all numbers of tokens. The forward context gets the number of all experts. To
     `counts` i64 [E], if given, it adds how often each expert was chosen by the first `num_real` i32 [1] rows.
     """
     num_rows, num_experts = len(x), len(weight)
@@ -65,37 +58,36 @@ def moe_route(  # noqa: PLR0913 - the inputs and attributes of the catalogue
             num_groups, triton.next_power_of_2(num_groups), top_groups, group_best, bool(renormalize),
             bias is not None, choice_bias is not None, counts is not None, num_warps=1, **PDL,
         )  # fmt: skip
-    setattr(ids, "num_experts", num_experts)  # noqa: B010 - Tensor declares no such attribute
+    forward_context.current().routing_of(ids).num_experts = num_experts
     return ids, weights
 
 
 def num_experts_of(topk_ids: Tensor) -> int:
     """Return the number of experts of all ranks, or 0 if the ids are not those of `moe_route`."""
-    return getattr(topk_ids, "num_experts", 0)
+    return forward_context.current().routing_of(topk_ids).num_experts
 
 
 def set_written(topk_ids: Tensor) -> None:
     """Declare that every later kernel begins after these ids are in memory, because one that waits for them before it
     lets the next one begin has been launched.
     """
-    setattr(topk_ids, "are_written", True)  # noqa: B010 - Tensor declares no such attribute
+    forward_context.current().routing_of(topk_ids).are_written = True
 
 
 def are_written(topk_ids: Tensor) -> bool:
     """Return whether a kernel may read these ids before it waits for its inputs."""
-    return getattr(topk_ids, "are_written", False)
+    return forward_context.current().routing_of(topk_ids).are_written
 
 
 def order_of(topk_ids: Tensor, num_experts: int) -> Order:
-    """Return the slots by expert. The tensor of ids remembers them for the ops after the first.
+    """Return the slots by expert. They are sorted once in a forward pass.
 
     Slots of experts of other ranks are before `starts[0]` and behind `starts[num_experts]`.
     """
-    known = getattr(topk_ids, "order", None)
-    if known is None:
-        known = _sorted(topk_ids.view(-1), num_experts)
-        setattr(topk_ids, "order", known)  # noqa: B010 - Tensor declares no such attribute
-    return known
+    routing = forward_context.current().routing_of(topk_ids)
+    if routing.order is None:
+        routing.order = _sorted(topk_ids.view(-1), num_experts)
+    return routing.order
 
 
 def add_gated(x: Tensor, y: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
