@@ -22,8 +22,8 @@ class Order(NamedTuple):
 
 
 @dataclass
-class Routing:
-    """What is known about the ids that the router of one layer has chosen."""
+class RoutedTokens:
+    """Experts that the router of one layer has chosen, and what is known about them."""
 
     topk_ids: Tensor  # i32 [T, top_k]
     num_experts: int = 0  # of all ranks, or 0 if they were not chosen by `moe_route`
@@ -36,12 +36,12 @@ class ForwardContext:
     """Shared results of one forward pass. Only the routing of the current layer is kept."""
 
     divisions: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)  # see balanced_splits.py
-    routing: Routing | None = None
+    routing: RoutedTokens | None = None
 
-    def routing_of(self, topk_ids: Tensor) -> Routing:
+    def routing_of(self, topk_ids: Tensor) -> RoutedTokens:
         """Return the routing that has these ids. It replaces the one of the layer before."""
         if self.routing is None or self.routing.topk_ids is not topk_ids:
-            self.routing = Routing(topk_ids)
+            self.routing = RoutedTokens(topk_ids)
         return self.routing
 
 
