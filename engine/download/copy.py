@@ -80,16 +80,30 @@ class Record:
 def fill(root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twins: Iterable[Path] = ()) -> int:
     """Download what is missing in `root` and return the number of fetched files. `twins` are directories that may
     contain the same large files. Raises DownloadError."""
+    made = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
         waits = "%s: another download is at work there, waiting for it"
         with file_lock(root / LOCK, lambda: log.info(waits, root)):
-            return _fill(root, wanted, list_files, policy, twins)
+            try:
+                root.mkdir(parents=True, exist_ok=True)  # again: another download may just have removed it
+                return _fill(root, wanted, list_files, policy, twins)
+            finally:
+                _remove_if_empty(root, made)
     except OSError as error:
         if error.errno in (errno.EROFS, errno.EACCES) and not policy.rehash and _is_complete(root, wanted):
             log.info("%s cannot be written to, and is complete", root)  # mounted for reading only
             return 0
         raise DownloadError(f"{root}: {error}") from error
+
+
+def _remove_if_empty(root: Path, made: Iterable[Path]) -> None:
+    """Remove the folders `made` for a download that has brought nothing, such as one of a mistyped name."""
+    with contextlib.suppress(OSError):  # another download may be at work there
+        if made and [path.name for path in root.iterdir()] == [LOCK]:
+            (root / LOCK).unlink()
+            for folder in made:
+                folder.rmdir()
 
 
 def _is_complete(root: Path, wanted: Record) -> bool:

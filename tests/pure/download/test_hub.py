@@ -139,8 +139,13 @@ def test_a_busy_hub_is_asked_again(server, hub, tmp_path):
 
 def test_a_name_that_the_hub_does_not_know_is_asked_for_once(server, hub, tmp_path):
     with pytest.raises(DownloadError, match="an-org/other on http://.*: no such model"):
-        download("an-org/other", tmp_path, hub)
+        download("an-org/other", tmp_path / "models", hub)
     assert len(server.requests) == 1
+    assert list(tmp_path.iterdir()) == []  # no folder and no lock file of a mistyped name
+    (tmp_path / "models" / "an-org").mkdir(parents=True)
+    with pytest.raises(DownloadError, match="no such model"):
+        download("an-org/other", tmp_path / "models", hub)
+    assert list((tmp_path / "models").rglob("*")) == [tmp_path / "models" / "an-org"]
 
 
 def test_an_answer_that_no_hub_would_give_fails_at_once_with_its_address(server, hub, tmp_path):
