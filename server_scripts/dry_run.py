@@ -13,6 +13,7 @@ from engine.exporting.export_options import options_of
 from engine.exporting.gguf_folder import as_checkpoint
 from engine.exporting.manifest import Manifest, is_exported
 from engine.exporting.sizing import ModelSizes, sizes_of
+from engine.models.adapters import AdapterError, checked
 from engine.settings.config import Config
 from engine.settings.device import CPU, with_device
 
@@ -24,6 +25,7 @@ def dry_run(config: Config, path: Path) -> tuple[list[str], bool]:
     settings are not supported."""
     config = with_device(config)
     model = model_sizes(config, path)
+    _check_adapters(config, path)
     manifest = model.manifest
     sizes = _block_sizes(manifest)
     model_len = config.model_len(manifest.max_seq_len)
@@ -67,6 +69,15 @@ def model_sizes(config: Config, path: Path) -> ModelSizes:
     loaded = graph.load(path)
     params = with_bf16_weights(*loaded)[1] if config.device == CPU else loaded[1]
     return ModelSizes(Manifest.read(path), sum(array.nbytes for array in params.values()), expert_sizes(loaded[0]))
+
+
+def _check_adapters(config: Config, path: Path) -> None:
+    """Raise ConfigError if an adapter of LORA_MODULES cannot be read or does not fit the model in `path`."""
+    try:
+        for directory in config.lora_paths.values():
+            checked(directory, as_checkpoint(path, Path(config.export_cache_dir).expanduser()), config.max_lora_rank)
+    except AdapterError as error:
+        raise ConfigError(f"LORA_MODULES: {error}") from None
 
 
 def _weights(config: Config, model: ModelSizes) -> tuple[int, list[str]]:

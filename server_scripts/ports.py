@@ -39,6 +39,12 @@ def problems(config: Config) -> list[str]:
     return [text for text in dict.fromkeys(texts) if text]  # a wrong host is reported once, not per port
 
 
+def wrong_hosts(config: Config) -> list[str]:
+    """Return a sentence for each host name that is no address of this machine, whether its ports are taken or not."""
+    texts = [_problem(name, host, 0) for name, (host, _) in ports_of(config).items()]  # 0: any free port
+    return [text for text in dict.fromkeys(texts) if text]
+
+
 def _problem(variable: str, host: str, port: int) -> str:
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

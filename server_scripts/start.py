@@ -117,10 +117,13 @@ def change(model_name: str, report: Reporter) -> int:
 def report_sizes(model_name: str, report: Callable[[str], None]) -> int:
     """Print the memory that the model needs and whether it fits. Return 0 if it does, else 1."""
     from server_scripts.dry_run import dry_run  # imported late, because it imports numpy
+    from server_scripts.ports import wrong_hosts
 
     config = Config.from_env()
     if model_name and not model_name.startswith("/"):
         raise ConfigError(f"--dry-run needs a folder of this disk with the model's config.json, {model_name} is none")
+    if wrong := wrong_hosts(config):
+        raise ConfigError("\n".join(wrong))
     report_useless_variables(report)
     lines, fits = dry_run(config, Path(model_name or config.model_dir))
     print("\n".join(lines))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 
 import pytest
 
@@ -15,6 +16,7 @@ from server_scripts import dry_run as dry_run_module
 from server_scripts.dry_run import dry_run
 from server_scripts.start import report_sizes
 from tests import family_checkpoints
+from tests.lora_adapters import make_adapter
 
 GIB = 2**30
 
@@ -144,3 +146,24 @@ def test_the_command_prints_the_report_and_refuses_a_model_that_has_to_be_fetche
     assert capsys.readouterr().out.startswith("model     qwen2: float32, ranks: 1, device: cpu\nweights ")
     with pytest.raises(ConfigError, match="needs a folder of this disk .*, org/model is none"):
         report_sizes("org/model", notes.append)
+
+
+def test_adapters_and_addresses_that_a_start_would_refuse_are_refused(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DEVICE", "cpu")
+    fits = make_adapter(tmp_path / "fits", checkpoint("qwen2"), seed=0)
+    other = make_adapter(tmp_path / "other", checkpoint("llama"), seed=0, rank=128)
+    for folder, message in ((tmp_path / "none", "adapter_config.json cannot be read"), (other, "r is 128")):
+        monkeypatch.setenv("LORA_MODULES", f"a={fits} b={folder}")
+        with pytest.raises(ConfigError, match=f"LORA_MODULES: adapter {folder}: .*{message}"):
+            report_sizes(str(checkpoint("qwen2")), print)
+    monkeypatch.setenv("LORA_MODULES", f"a={fits}")
+    assert report_sizes(str(checkpoint("qwen2")), print) == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # as by the server that runs
+        monkeypatch.setenv("SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("HEALTH_HTTP_PORT", str(taken.getsockname()[1]))
+        assert report_sizes(str(checkpoint("qwen2")), print) == 0
+    monkeypatch.setenv("SERVICE_HOST", "192.0.2.1")
+    with pytest.raises(ConfigError, match="SERVICE_HOST is '192.0.2.1', which is no address of this machine") as raised:
+        report_sizes(str(checkpoint("qwen2")), print)
+    assert str(raised.value).count("SERVICE_HOST") == 1
+    capsys.readouterr()
