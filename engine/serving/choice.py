@@ -90,6 +90,7 @@ class Choice:
             "prompt_details": None if self.num_sent else self._prompt_details(),
             "reasoning": None if self.num_sent else self._reasoning,
             "max_dec_len": None if self.num_sent else self._reduced_len(),
+            "text_idx": answer.text_len(self.num_sent),
         }
         if answer.finish_reason is None:
             return wire.Delta(**fields)

@@ -88,6 +88,7 @@ class Delta(msgspec.Struct, frozen=True, tag="delta", array_like=True):
     prompt_details: PromptDetails | None = None  # in the first response of each choice
     reasoning: str | None = None  # in the first response: see `Config.reasoning`
     max_dec_len: int | None = None  # in the first response: the limit after a reduction (`cut_max_dec_len`)
+    text_idx: int = 0  # position of `token` in the text of the answer, in characters
 
     @property
     def is_end(self) -> bool:

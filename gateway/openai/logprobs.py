@@ -68,8 +68,8 @@ class TextOffsets:
     text is not at its place gets the offset of the next one.
     """
 
-    def __init__(self) -> None:
-        self._offset = 0  # in characters: that much of the text belongs to tokens so far
+    def __init__(self, offset: int = 0) -> None:
+        self._offset = offset  # in characters: that much of the text belongs to tokens so far
         self._rest = ""  # the text beyond, which may have come before all of its token
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.wire import Delta, shown
+from engine.wire import Delta, Usage, shown
 from gateway.openai.answer import OpenAIExchange
+from gateway.openai.logprobs import TextOffsets
 from gateway.openai.output_syntax import NO_SYNTAX, output_syntax_of
 from gateway.openai.request import parse
 from gateway.protocol import RequestContext
@@ -29,7 +30,10 @@ class ResumableExchange(OpenAIExchange):
         self._num_tokens = num_tokens
 
     def event(self, index: int, answer: Delta) -> bytes:
-        begins = self.completion.is_chat and not self._choice(index, answer).has_begun
+        choice = self._choice(index, answer)
+        begins = self.completion.is_chat and not choice.has_begun
+        if answer.send_idx and choice.usage == Usage():  # the first response of a stream that goes on
+            choice.aligned = TextOffsets(len(self._echo(choice)) + answer.text_idx)
         before = list(self._num_tokens)
         self._num_tokens[answer.index] = answer.send_idx + len(answer.token_ids)
         events = super().event(index, answer).split(b"\n\n")[:-1]
@@ -62,6 +66,9 @@ def parse_resumed(body: dict[str, Any], is_chat: bool, context: RequestContext) 
     num_tokens = _counts(context.headers[LAST_EVENT_ID], completion.n)
     if not completion.stream:
         num_tokens = [0] * completion.n
+    if any(num_tokens) and completion.with_logprobs and completion.prompts.echo and None in completion.prompts.texts:
+        text = "`{field}` of a prompt of token ids with `logprobs` cannot be resumed, as its text is not sent again"
+        raise InvalidRequest(text, field="echo")
     completion.requests[0]["resume_from"] = list(num_tokens)
     return ResumableExchange(completion, num_tokens=num_tokens)
 

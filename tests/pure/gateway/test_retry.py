@@ -9,7 +9,7 @@ from engine.errors import EngineUnavailable
 from engine.wire import Delta, Final, ModelState
 from gateway import retry
 from gateway.backend import ModelLost, ModelUnreachable
-from tests.pure.gateway_fake import FakeBackend, openai_client, running
+from tests.pure.gateway_fake import FakeBackend, a_logprob, openai_client, running
 
 CHAT = "/v1/chat/completions"
 LOST, GONE = ModelLost("the model server has gone"), ModelUnreachable("model server unreachable")
@@ -176,6 +176,39 @@ def test_the_id_has_a_number_for_each_of_several_answers():
         assert [event_id for event_id, _ in numbered(gateway, "0,0", n=2)][:4] == ["0,0", "1,0", "1,0", "1,1"]
         assert text_of(numbered(gateway, "1,1", n=2), 1) == "b"
     assert backend.bodies[1]["resume_from"] == [1, 1]
+
+
+@pytest.mark.parametrize(("echo", "begin"), [(False, 0), (True, 7)])
+def test_the_offsets_of_a_resumed_stream_are_those_in_the_whole_text(echo, begin):
+    class Wide(Resumed):
+        """The same answer with three characters in each token."""
+
+        def delta_fields(self, body, texts, text):
+            fields = super().delta_fields(body, texts, text) | {"token": 3 * text, "text_idx": 3 * len(texts)}
+            return fields | {"text_idx": 3 * (len(texts) - 1), "logprobs": (a_logprob(3 * text),)} if text else fields
+
+    def offsets(gateway, last):
+        headers = {"Last-Event-ID": last, "X-Request-Id": "q"}
+        body = {"model": "m", "prompt": "<s>Hi é", "stream": True, "logprobs": 0, "echo": echo}
+        _, _, payload = gateway.send("POST", "/v1/completions", body, headers)
+        events = [json.loads(line[6:]) for line in payload.decode().split("\n") if line.startswith("data: {")]
+        logprobs = [choice["logprobs"] for each in events for choice in each["choices"] if choice["logprobs"]]
+        return [offset for each in logprobs for offset in each["text_offset"]]
+
+    with running(Wide()) as gateway:
+        whole = offsets(gateway, "0")
+        assert whole[len(whole) - 3 - echo :][:3] == [begin, begin + 3, begin + 6]  # an echo has the stop token as well
+        for num_seen in (1, 2):
+            assert offsets(gateway, str(num_seen)) == whole[len(whole) - 3 - echo + num_seen :]
+
+
+def test_the_echo_of_token_ids_is_not_sent_again_and_so_has_no_length():
+    with running(FakeBackend("a")) as gateway:
+        body = {"prompt": [1, 2], "stream": True, "logprobs": 0, "echo": True}
+        headers = {"Last-Event-ID": "1", "X-Request-Id": "q"}
+        status, _, payload = gateway.send("POST", "/v1/completions", body, headers)
+    error = json.loads(payload)["error"]
+    assert (status, error["param"], "cannot be resumed" in error["message"]) == (400, "echo", True)
 
 
 def test_an_answer_in_one_piece_comes_again_whole():

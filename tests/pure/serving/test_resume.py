@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine import wire
 from engine.core.types import Sampling
 from engine.link import client as client_module
 from engine.link import server as server_module
@@ -114,6 +115,24 @@ def test_whoever_asks_again_goes_on_after_the_tokens_it_has_and_nothing_is_compu
     assert seen[:has] + token_ids_of(again) == again.final["tokens_all_ids"] == EXPECTED
     assert text_of(first)[:has] + text_of(again) == again.final["tokens_all"]  # a character a token
     assert num_generated(service) <= ANSWER_LEN + 4  # of the steps in flight when the client left
+
+
+class Positions(FakeSender):
+    def send(self, payload, final):
+        answer = wire.read_answer(payload)
+        if isinstance(answer, wire.Delta):
+            self.positions.append((answer.text_idx, answer.token))
+        super().send(payload, final)
+
+
+def test_a_response_says_where_in_the_text_it_begins(service):
+    for has in (0, 7):
+        sender = Positions()
+        sender.positions = []
+        ask(service, sender=sender, resume_from=has)
+        text = sender.final["tokens_all"]
+        assert sender.positions[0][0] == has  # a character a token
+        assert all(text[begin:].startswith(part) for begin, part in sender.positions)
 
 
 def test_an_answer_that_has_ended_is_repeated_without_the_engine(service):
