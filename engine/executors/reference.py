@@ -43,9 +43,9 @@ class ReferenceExecutor:
         self.block_bytes = sum(spec.block_bytes for spec in self._specs)
         self.max_prompt_logits = max_prompt_logits(model.vocab_size)
         self.cache_groups = model.graph().cache_groups
-        self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size, model.vocab_size, self.cache_groups)
-        self._slots.spans = SlotSpans.of(self._graph, NUM_SLOTS)
-        self.takes_spans = self._slots.spans is not None
+        spans = SlotSpans.of(self._graph, NUM_SLOTS)
+        self.takes_spans = spans is not None
+        self._slots = Slots(NUM_SLOTS, MAX_BLOCKS, self.block_size, model.vocab_size, self.cache_groups, spans)
         self._caches: dict[str, np.ndarray] = {}
 
     def free_bytes(self) -> int:

@@ -50,16 +50,18 @@ class Choices(NamedTuple):
 class Slots:
     """Slots of an executor: their block tables, sampling parameters, penalties, biases, adapters and prompt spans.
 
-    `max_blocks` is the number of blocks of the longest request in the block table of one cache group.
+    `max_blocks` is the number of blocks of the longest request in the block table of one cache group. `spans` are the
+    prompt spans of the slots, or None for a graph that takes none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the sizes and inputs of one model
         self,
         num_slots: int,
         max_blocks: int,
         block_size: int,
         vocab_size: int,
         groups: Sequence[CacheGroup] = FULL_ATTENTION,
+        spans: SlotSpans | None = None,
     ):
         self.num_slots, self._block_size, self._groups = num_slots, block_size, groups
         width = max(max_blocks, *(group.num_parts for group in groups))
@@ -72,7 +74,7 @@ class Slots:
         self._biases: dict[int, LogitBias] = {}  # only of slots that have one
         self.pooled_states = PooledStates()
         self.adapters: dict[int, str] = {}  # adapter ids, only of slots that have one
-        self.spans: SlotSpans | None = None  # only if the graph takes spans
+        self._spans = spans
 
     def place(self, batch: Batch) -> None:
         """Update the slots with the batch's new requests and blocks. Must be called first in each step."""
@@ -114,7 +116,7 @@ class Slots:
             "context_lens": context_lens,
             **tables,
             "logit_rows": logit_rows,
-            **(self.spans.inputs(batch, positions) if self.spans else {}),
+            **(self._spans.inputs(batch, positions) if self._spans else {}),
         }
 
     def sample(self, batch: Batch, logits: np.ndarray, mask: np.ndarray | None, sample: Sample) -> StepOutput:
@@ -174,8 +176,8 @@ class Slots:
         if sampling.adapter:
             self.adapters[slot] = sampling.adapter[0]
         self.pooled_states.begin(slot)
-        if self.spans:
-            self.spans.begin(arrival)
+        if self._spans:
+            self._spans.begin(arrival)
         if sampling.has_penalty:
             prompt = token_ids[:prompt_len] if sampling.repetition_penalty != 1 else ()  # only that one counts it
             self._token_counts.begin(slot, prompt, token_ids[prompt_len:])

@@ -16,6 +16,7 @@ from engine.executors.cuda.cache import MIN_BLOCK_SIZE, Caches  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.host_transfers import IN_FLIGHT, Download, Uploads  # noqa: E402
 from engine.executors.cuda.step_graphs import (  # noqa: E402
+    OptionalInputs,
     Shape,
     StepGraphs,
     decode_shapes,
@@ -206,7 +207,7 @@ def test_steps_that_verify_drafts_of_many_requests_are_captured(num_drafts, most
 
 def test_padding_of_several_cache_groups_has_blocks_for_all_its_tokens(device):
     """Its rows are those of requests in other shapes, whose blocks remain behind those that a step writes."""
-    graphs = StepGraphs(dataclasses.replace(SETTINGS, use_cudagraph=False), 8, device, num_groups=2)
+    graphs = StepGraphs(dataclasses.replace(SETTINGS, use_cudagraph=False), 8, device, OptionalInputs(num_groups=2))
     graphs.null_block = 9
     tables = [np.full((2, 1), group, np.int32) for group in range(2)]
     stacked = graphs._stack_tables(tables, 4, num_padding=2 * MIN_BLOCK_SIZE + 1)

@@ -18,7 +18,7 @@ from engine.executors.cpu.program import CpuProgram, allocated
 from engine.executors.cpu.vision_encoder import CpuVisionEncoder
 from engine.executors.cpus import num_cpus
 from engine.executors.expert_placement import reorder_experts
-from engine.executors.expert_usage import ExpertUsage, HostCounter
+from engine.executors.expert_usage import ExpertUsage
 from engine.executors.memory import free_memory_bytes
 from engine.executors.nixl_blocks import with_nixl
 from engine.executors.prompt_outputs import max_prompt_logits
@@ -68,18 +68,17 @@ class CpuExecutor:
         self._program = CpuProgram(loaded, reorder_experts(loaded, params, orders, graph_dir))
         self.expert_usage: ExpertUsage | None = None
         if self._is_first and (layers := self._program.routed):
-            self._program.counter = HostCounter(len(layers), layers[0].num_experts)
             num_ranks = model.num_ranks if model.expert_parallel else 1
-            self.expert_usage = ExpertUsage(layers, self._program.counter, num_ranks, orders)
+            self.expert_usage = ExpertUsage(layers, self._program.count_experts(), num_ranks, orders)
         self._adapters = CpuAdapters(graph_dir, loaded, (membership.rank, membership.num_ranks), config)
         self._caches: dict[str, np.ndarray] = {}
         self.max_prompt_logits = max_prompt_logits(model.vocab_size)
         self.cache_groups = model.graph().cache_groups
+        spans = SlotSpans.of(loaded, config.batch_size)
+        self.takes_spans = spans is not None
         max_blocks = -(-model.max_seq_len // self.block_size)
-        self._slots = Slots(config.batch_size, max_blocks, self.block_size, model.vocab_size, self.cache_groups)
+        self._slots = Slots(config.batch_size, max_blocks, self.block_size, model.vocab_size, self.cache_groups, spans)
         self.states: np.ndarray | None = None  # f32 [tokens, H] of the last step, until the next, if the graph has them
-        self._slots.spans = SlotSpans.of(loaded, config.batch_size)
-        self.takes_spans = self._slots.spans is not None
         self.num_steps = 0  # that have ended
         self.thread = ThreadPoolExecutor(1, "step")  # speculative decoding drafts in it, too
         has_tower = self._is_first and config.enable_mm and VISION_GRAPH in model.graphs

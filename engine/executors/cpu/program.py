@@ -64,7 +64,7 @@ class CpuProgram:
         self._max_rows = (0, 0)  # the largest numbers of token rows and of logit rows
         of_logits = self.row_inputs.of_logits
         self.routed = routed_layers(graph)
-        self.counter: HostCounter | None = None  # of the experts that tokens choose
+        self._counter: HostCounter | None = None  # of the experts that tokens choose
         chosen = [layer.topk_ids for layer in self.routed]
         self._fused = CallList(fuse(graph, NUMBER), of_logits, chosen)
         self._adapted = CallList(fuse(graph, NUMBER, keep_products=True), of_logits, chosen)  # for steps with adapters
@@ -72,6 +72,11 @@ class CpuProgram:
     def width_of(self, name: str) -> int:
         """Return the size of the last axis of an input, or 0 if the graph has none of that name."""
         return self._graph.inputs[name].shape[-1] if name in self._graph.inputs else 0
+
+    def count_experts(self) -> HostCounter:
+        """Count the experts that tokens choose from now on, and return the counter. The graph must have some."""
+        self._counter = HostCounter(len(self.routed), self.routed[0].num_experts)
+        return self._counter
 
     def set_caches(self, caches: Mapping[str, np.ndarray]) -> None:
         """Set the caches that every step updates, by the names of the graph's inputs. An empty mapping releases the
@@ -91,10 +96,10 @@ class CpuProgram:
             counts.groups, counts.num_groups = ctypes.addressof(groups), len(groups)
         calls = self._bound(self._adapted if groups else self._fused)
         self._kernels.run(calls.address, len(calls.records), counts)
-        if self.counter:
+        if self._counter:
             num_rows = counts.tokens, counts.logits
             chosen = [layer.topk_ids for layer in self.routed]
-            self.counter.count([calls.arrays[each][: num_rows[calls.has_logit_rows(each)]] for each in chosen])
+            self._counter.count([calls.arrays[each][: num_rows[calls.has_logit_rows(each)]] for each in chosen])
         return self._outputs(calls, counts)
 
     def _place(self, inputs: Mapping[str, np.ndarray]) -> Counts:

@@ -93,7 +93,7 @@ class CudaDraftGraph:
         self._graphs.clear()
         self._caches.clear()
         self._caches.allocate(num_blocks)
-        self._runs.caches = self._caches.tensors
+        self._runs.set_caches(self._caches.tensors)
         if self._compiler:
             self._compile(self._warm_up)
             self._graphs.capture(self._caches.null_block, self._compile)

@@ -63,14 +63,18 @@ class DraftRuns:
         device: torch.device,
     ):
         self._program, self.tokens, self.states = program, tokens, states
-        self.caches: Mapping[str, Tensor] = {}
+        self._caches: Mapping[str, Tensor] = {}
         self._max_drafts = sizes.max_drafts
         self._starts = torch.arange(sizes.max_rows + 1, dtype=torch.int32, device=device)
         self._previous = None if states is None else states.new_zeros(sizes.max_rows, states.shape[1])
 
+    def set_caches(self, caches: Mapping[str, Tensor]) -> None:
+        """Set the KV caches that every step updates, by the names of the graph's inputs."""
+        self._caches = caches
+
     def first(self, sent: Mapping[str, Tensor], cuts: Cuts) -> None:
         """Compute the first step of a run. Sample a token for each of the `logit_rows`, if there are any."""
-        inputs: dict[str, Tensor | KnownStarts] = {**sent, **self.caches}
+        inputs: dict[str, Tensor | KnownStarts] = {**sent, **self._caches}
         usual_tokens = self._max_drafts + 1
         if len(sent["token_ids"]) <= usual_tokens * len(sent["context_lens"]):
             inputs["query_starts"] = KnownStarts(sent["query_starts"], usual_tokens=usual_tokens)
@@ -95,7 +99,7 @@ class DraftRuns:
         }
         if self._previous is not None:
             inputs[PREVIOUS_STATES] = self._previous[:count]
-        outputs = self._program({**inputs, **self.caches})
+        outputs = self._program({**inputs, **self._caches})
         self._sample(outputs.logits, outputs.hidden, sent, cuts)
 
     def _sample(self, logits: Tensor, hidden: Tensor, sent: Mapping[str, Tensor], cuts: Cuts) -> None:

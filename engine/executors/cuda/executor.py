@@ -31,7 +31,15 @@ from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, CudaProgram, Inputs, Outputs
 from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
-from engine.executors.cuda.step_graphs import CHOICE, KEPT_ROWS, Arrays, Captured, StepGraphs, uncaptured_inputs
+from engine.executors.cuda.step_graphs import (
+    CHOICE,
+    KEPT_ROWS,
+    Arrays,
+    Captured,
+    OptionalInputs,
+    StepGraphs,
+    uncaptured_inputs,
+)
 from engine.executors.cuda.vision_encoder import CudaVisionEncoder
 from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
 from engine.executors.expert_usage import ExpertUsage, routed_layers
@@ -101,7 +109,6 @@ class CudaExecutor:
         self._membership = membership or Membership.alone()
         self.device = self._device = _device(device, self._membership)
         self._compiler = KernelCompiler(self._device, report) if self._device.type == "cuda" else None
-        self._config = config
         self._vocab_size = model.vocab_size
         self._max_tokens = min(config.max_step_tokens, model.max_seq_len)  # of one step
         self.graph_dir, self._utilization = graph_dir, config.gpu_memory_utilization
@@ -113,21 +120,21 @@ class CudaExecutor:
         self._check_type()
         self._caches = Caches(model.graph().caches, self._device)
         self._host_cache = HostCache(self._caches, config, self._device) if config.swap_space else None
-        self._adapters, self._adapted, of_adapters = None, self._program, None
+        self._adapters, self._adapted = None, self._program
         if config.has_loras:
             place, table = (self._membership.rank, self._membership.num_ranks), self._program.params[TABLE]
             self._adapters = CudaAdapters(graph_dir, place, config, table)
             self._adapted = CudaProgram(self._program.graph, self._program.params, ops, self._adapters.layers)
-            of_adapters = self._adapters.no_groups
         self.expert_usage = self._count_experts(model.num_ranks if model.expert_parallel else 1)
         self.cache_groups = model.graph().cache_groups
         most = max(max_blocks, *(group.num_parts for group in self.cache_groups))
-        self._graphs = StepGraphs(config, most, self._device, of_adapters, len(self.cache_groups))
-        self._graphs.counts_experts = self.expert_usage is not None
+        spans = SlotSpans.of(self._program.graph, config.batch_size)
+        self.takes_spans = spans is not None
+        of_adapters = self._adapters.no_groups if self._adapters else None
+        optional = OptionalInputs(len(self.cache_groups), of_adapters, spans, self.expert_usage is not None)
+        self._graphs = StepGraphs(config, most, self._device, optional)
         self._uploads = Uploads(self._device)
-        self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size, self.cache_groups)
-        self._slots.spans = self._graphs.spans = SlotSpans.of(self._program.graph, config.batch_size)
-        self.takes_spans = self._slots.spans is not None
+        self._slots = Slots(config.batch_size, max_blocks, model.block_size, model.vocab_size, self.cache_groups, spans)
         # One token for each slot, and one for padding. Behind them are the draft tokens of a run.
         self._first_draft, num_drafts = config.batch_size + 1, config.speculate_max_draft_token_num
         num_tokens = self._first_draft + num_drafts * config.batch_size * (config.speculate_method != "none")
@@ -161,7 +168,7 @@ class CudaExecutor:
         `rows_of` returns the places of the tokens there, i64. Padding is written to the last one."""
         table = self._program.params[TABLE]
         self._kept_states = KeptStates(table.new_zeros(num_rows, table.shape[1]), rows_of)
-        self._graphs.padding_row = num_rows - 1
+        self._graphs.keep_states(num_rows - 1)
         return self._kept_states.memory
 
     @property
@@ -290,7 +297,7 @@ class CudaExecutor:
             program.count_in(counter.counts)
         if self._host_experts:
             first = experts_of_rank(routed[0].num_experts, rank % num_ranks, num_ranks).start
-            self._host_experts.counts = counter.counts[:, first:]
+            self._host_experts.observe(counter.counts[:, first:])
         return ExpertUsage(routed, counter, num_ranks, self._membership.expert_orders)
 
     def _check_type(self) -> None:

@@ -29,10 +29,8 @@ Load = Callable[[Graph], dict[str, Tensor]]
 
 
 class HostExperts:
-    """Experts on the host, at most `num_bytes` of them. Owns their memory and the stage. `counts` on the device, i64
-    [layers, experts], say how often each expert was chosen; they have to be set before the first step."""
-
-    counts: Tensor
+    """Experts on the host, at most `num_bytes` of them. Owns their memory and the stage. `observe` has to be called
+    before the first step."""
 
     def __init__(self, num_bytes: int, device: torch.device):
         self._num_bytes, self._device, self._num_steps = num_bytes, device, 0
@@ -59,6 +57,11 @@ class HostExperts:
         log.info("%d experts of %d, %.1f GB, are in the host's memory", sum(counts), total, num_bytes / 1e9)
         return params
 
+    def observe(self, counts: Tensor) -> None:
+        """Choose the experts on the host by `counts`, i64 [layers, experts] on the device: how often each expert was
+        chosen. Steps update them."""
+        self._counts = counts
+
     def close(self) -> None:
         """Release the memory."""
         self.matrices.clear()  # also of the stage, which they refer to
@@ -67,7 +70,7 @@ class HostExperts:
         """Let experts change places if it is time to. It is called before a step is launched."""
         self._num_steps += 1
         if self._num_steps % INTERVAL == 0:
-            counts = self.counts.cpu().numpy().copy()  # a copy also where the CPU is the device
+            counts = self._counts.cpu().numpy().copy()  # a copy also where the CPU is the device
             self._usage = self._usage // 2 + np.maximum(counts - self._counted, 0)
             self._counted = counts
             self._swap(self._usage[self._layers].tolist())

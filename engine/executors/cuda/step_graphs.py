@@ -83,12 +83,21 @@ class Captured(NamedTuple):
     choices: Mapping[Cuts, torch.cuda.CUDAGraph]
 
 
+class OptionalInputs(NamedTuple):
+    """Inputs that the steps of some models or settings have besides those of every step."""
+
+    num_groups: int = 1  # cache groups, each of which has a block table
+    # Returns the inputs of a step with adapters from its numbers of tokens and logits. Such steps are captured
+    # separately.
+    of_adapters: Callable[[tuple[int, int]], Arrays] | None = None
+    spans: SlotSpans | None = None  # if the graph takes prompt spans
+    has_counts: bool = False  # steps count the choices of experts: they have NUM_TOKENS and NUM_LOGITS
+
+
 class StepGraphs:
     """CUDA graphs of one executor. Owns the captured graphs and their static inputs.
 
-    `max_blocks` is the largest number of blocks of a request in a block table. `of_adapters` returns the additional
-    inputs of a step with adapters from its numbers of tokens and logits; such steps are captured separately.
-    `num_groups` is the number of cache groups, each of which has a block table.
+    `max_blocks` is the largest number of blocks of a request in a block table.
     """
 
     def __init__(
@@ -96,12 +105,11 @@ class StepGraphs:
         config: Config,
         max_blocks: int,
         device: torch.device,
-        of_adapters: Callable[[tuple[int, int]], Arrays] | None = None,
-        num_groups: int = 1,
+        optional: OptionalInputs = OptionalInputs(),  # noqa: B008 - it is immutable
     ):
-        self._device, self._of_adapters, self._padding_slot = device, of_adapters, config.batch_size
+        self._device, self._optional, self._padding_slot = device, optional, config.batch_size
         self._width = max(max_blocks, MAX_VERIFYING // MIN_BLOCK_SIZE)  # a padding row may hold as many tokens
-        self._table_names = [table_name(group) for group in range(num_groups)]
+        self._table_names = [table_name(group) for group in range(optional.num_groups)]
         is_used = config.use_cudagraph and device.type == "cuda"
         self._decodes = decode_shapes(config.cudagraph_capture_sizes, config.batch_size) if is_used else []
         self._prompts = prompt_shapes(config.batch_size, config.max_step_tokens) if is_used else []
@@ -116,9 +124,11 @@ class StepGraphs:
         self._tables: Tensor | None = None  # kept here, because the captured graphs do not keep their inputs alive
         self._buffers: StepBuffers  # of the captured graphs
         self.null_block = 0
-        self.spans: SlotSpans | None = None  # only if the graph takes spans
-        self.counts_experts = False  # steps have the inputs NUM_TOKENS and NUM_LOGITS
-        self.padding_row: int | None = None  # of KEPT_ROWS, only if the states are kept
+        self._padding_row: int | None = None  # of KEPT_ROWS, only if the states are kept
+
+    def keep_states(self, padding_row: int) -> None:
+        """Give the steps that are captured from now on the input KEPT_ROWS, which is `padding_row` for padding."""
+        self._padding_row = padding_row
 
     def shape_for(self, inputs: Arrays) -> Shape | None:
         """Return the shape of the graph that can run a step with these inputs. Return None if the step must be launched
@@ -174,7 +184,8 @@ class StepGraphs:
         if not shapes:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
-        kinds = [(shape, is_adapted) for shape in shapes for is_adapted in (False, True)[: 1 + bool(self._of_adapters)]]
+        ways = (False, True) if self._optional.of_adapters else (False,)
+        kinds = [(shape, is_adapted) for shape in shapes for is_adapted in ways]
         steps = {kind: self._padding_step(*kind) for kind in kinds}
         num_rows = max(shape.num_requests for shape in shapes) * len(self._table_names)
         most = max((shape.num_logits for shape in shapes if shape.samples_all), default=1)
@@ -210,13 +221,18 @@ class StepGraphs:
         return all_captured
 
     def _padding_step(self, shape: Shape, is_adapted: bool) -> Arrays:
-        groups = self._of_adapters((shape.num_tokens, shape.num_logits)) if is_adapted and self._of_adapters else {}
-        of_experts = dict.fromkeys((NUM_TOKENS, NUM_LOGITS), np.zeros(1, np.int32)) if self.counts_experts else {}
-        of_spans = self.spans.text_inputs(shape.num_tokens) if self.spans else {}
-        kept: Arrays = {}
-        if self.padding_row is not None:
-            kept[KEPT_ROWS] = np.full(shape.num_tokens, self.padding_row, np.int64)
-        return kept | padding_step(shape, self._padding_slot) | of_spans | groups | of_experts
+        _, of_adapters, spans, has_counts = self._optional
+        inputs: Arrays = {}
+        if self._padding_row is not None:
+            inputs[KEPT_ROWS] = np.full(shape.num_tokens, self._padding_row, np.int64)
+        inputs |= padding_step(shape, self._padding_slot)
+        if spans:
+            inputs |= spans.text_inputs(shape.num_tokens)
+        if is_adapted and of_adapters:
+            inputs |= of_adapters((shape.num_tokens, shape.num_logits))
+        if has_counts:
+            inputs |= dict.fromkeys((NUM_TOKENS, NUM_LOGITS), np.zeros(1, np.int32))
+        return inputs
 
     def _record(self, run: Run, step: Arrays, tables: Tensor, pool: Pool | None, usual_tokens: int) -> Captured:
         buffers, parts = self._buffers, padded_inputs({}, step)
