@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.ops.cuda import fp8
 from engine.ops.cuda.fp8_activations import quantize
-from engine.ops.cuda.fp8_gemm import INTERPRETED, Fp8GemmTile, Weights, gemm, scaled_mm
+from engine.ops.cuda.fp8_gemm import Fp8GemmTile, Weights, gemm, scaled_mm
+from engine.ops.cuda.launch import INTERPRETED
 from engine.ops.cuda.pointwise import swiglu
 
 MAX_SKINNY_ROWS = 64  # rows up to which activations keep their bits

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from engine.ops.cuda.launch import INTERPRETED
 
 
 @triton.jit

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from engine.ops.cuda import fp8
 from engine.ops.cuda.experts_kernels import FP8, INT4, MXFP4, block_of, distance, store_outputs
-from engine.ops.cuda.fp8_kernels import INTERPRETED, to_fp8
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.fp8_kernels import to_fp8
+from engine.ops.cuda.launch import INTERPRETED, PDL, begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import number, round_bf16
 from engine.ops.cuda.routing import order_of
 

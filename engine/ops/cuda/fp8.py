@@ -22,13 +22,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.dtypes import FP8_BLOCK
 from engine.ops.cuda import fp8_gemv
 from engine.ops.cuda.fp8_kernels import add_high_low, dequantize, high_low_gemm, skinny_gemm, split_high_low
-from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL
+from engine.ops.cuda.launch import HAS_COPY_ENGINE, INTERPRETED, PDL
 from engine.ops.cuda.lowbit_kernels import add_splits
 from engine.ops.cuda.pointwise import swiglu
 from engine.ops.cuda.products import linear
 
 MIN_CAPABILITY = (8, 9)  # compute capability of devices that multiply 8-bit floats
-INTERPRETED = triton.knobs.runtime.interpret
 MAX_SKINNY_ROWS = 16  # of x, that the skinny kernel takes
 MAX_PACKED_ROWS = 512  # of x; for more of them weights are dequantized once for a product of cuBLAS
 NARROW, WIDE = 5120, 10240  # rows of weights: so many programs, and what each does best with
@@ -60,7 +59,7 @@ class HighLowTile(NamedTuple):
 
 def are_multiplied() -> bool:
     """Return whether this device can multiply 8-bit floats."""
-    return INTERPRETED or torch.cuda.get_device_capability() >= MIN_CAPABILITY
+    return bool(INTERPRETED) or torch.cuda.get_device_capability() >= MIN_CAPABILITY
 
 
 def pack(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.dtypes import FP8_BLOCK
 from engine.ops.cuda.fp8_activations import Fp8Rows
-from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, kernel, num_sms, wait_for_inputs
+from engine.ops.cuda.launch import HAS_COPY_ENGINE, INTERPRETED, PDL, begin_next, kernel, num_sms, wait_for_inputs
 from engine.ops.cuda.lowbit_kernels import add_splits
 
-INTERPRETED = triton.knobs.runtime.interpret
 TOGETHER = 8  # tiles of rows that go over the same weights at a time, so that the L2 cache serves them
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.ops.cuda.launch import begin_next, fetch_ahead, kernel, wait_for_inputs
+from engine.ops.cuda.launch import INTERPRETED, begin_next, fetch_ahead, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import round_bf16
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Of two words at a time: the exponent of a byte, which has 4 bits, becomes the lower ones of a bf16's. The number is
 # then too small by 2^120. Numbers below the smallest exponent are so in both.
 BYTES = tl.constexpr("""{

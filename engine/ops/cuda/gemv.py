@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
+from engine.ops.cuda.launch import INTERPRETED, PDL, begin_next, kernel, num_sms, wait_for_inputs
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 REGISTERS = 65536  # of an SM
 MOST_PROGRAMS = 10  # of an SM: more would make x whole more often than it is used
 # A whole number below 2^22 added to these bits of a float32, 1.5 * 2^23, is the float32 that is larger by as much.

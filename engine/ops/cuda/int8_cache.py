@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.ops.cuda.lowbit_values import INTERPRETED, round_bf16, round_whole
+from engine.ops.cuda.launch import INTERPRETED
+from engine.ops.cuda.lowbit_values import round_bf16, round_whole
 
 # Of four codes at a time. The low seven bits of a code in those of 128.0 in bf16 add up to 128 and them, of which 128,
 # or with the highest bit set 256, is taken: a conversion would go through float32 and take four times as long.

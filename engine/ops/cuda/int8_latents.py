@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from engine.ops.cuda.int8_cache import numbers
-from engine.ops.cuda.lowbit_values import INTERPRETED, round_bf16, round_whole
+from engine.ops.cuda.launch import INTERPRETED
+from engine.ops.cuda.lowbit_values import round_bf16, round_whole
 
 GROUP = tl.constexpr(64)  # LATENT_GROUP
 

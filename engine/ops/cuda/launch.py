@@ -19,7 +19,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 NEEDED = (9, 0)  # compute capability
-CAN_BE = not triton.knobs.runtime.interpret and torch.cuda.is_available()
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run on the CPU
+CAN_BE = not INTERPRETED and torch.cuda.is_available()
 IS_USED = tl.constexpr(CAN_BE and torch.cuda.get_device_capability() >= NEEDED)
 # The Triton language compiles a kernel anew for an integer that is 1 or a multiple of 16 and for a pointer that is
 # aligned to 16 bytes. These arguments differ from step to step, and no kernel gains from knowing more about them.

@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.ops.cuda.gemv import PackedArrays, multiply
-from engine.ops.cuda.launch import PDL
+from engine.ops.cuda.launch import INTERPRETED, PDL
 from engine.ops.cuda.lowbit_kernels import add_splits, gemm
 from engine.ops.cuda.lowbit_skinny_gemm import int4_skinny_gemm, skinny_gemm
 from engine.ops.cuda.lowbit_values import codes_of, unpack
 from engine.ops.cuda.pointwise import swiglu
 
-INTERPRETED = triton.knobs.runtime.interpret
 MAX_SKINNY_ROWS = 16  # of x, that the skinny kernels take
 MAX_PACKED_ROWS = 512  # of x; for more of them weights are unpacked once for a product of cuBLAS
 PROGRAMS = 132  # of the GEMM kernel that an H100 runs at once; of small ones twice as many

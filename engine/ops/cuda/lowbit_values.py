@@ -7,9 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from engine.ops.cuda.launch import INTERPRETED, PDL, begin_next, kernel, wait_for_inputs
 
 
 def _nibbles(has_zero: bool) -> str:
