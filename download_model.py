@@ -166,8 +166,8 @@ def _from_hub(repo_id: str, quant: str | None, model_dir: Path, options: Downloa
 
 def _must_be_supported(config_json: Path) -> None:
     """Raise DownloadError if the checkpoint cannot be exported. The check runs before the weights are fetched."""
+    from engine.models.config_fields import ModelError, read_json
     from engine.models.families import read_model  # imported here because numpy would slow down --help
-    from engine.models.keys import ModelError, read_json
 
     try:
         read_model(read_json(config_json))

@@ -74,10 +74,10 @@ def copied(matrix: OffloadedMatrix, topk_ids: Tensor) -> Tensor:
     """Copy the experts on the host that a step needs, as another `OffloadedMatrix.table_for`."""
     stage, main = matrix._stage, torch.cuda.current_stream()
     stage._held = [None, None]
-    if matrix._number % 2 == 0:
+    if matrix._index % 2 == 0:
         needed = set(topk_ids.unique().tolist())
         stage._stream.wait_stream(main)
-        for number in (matrix._number, matrix._number + 1):
+        for number in (matrix._index, matrix._index + 1):
             each = stage._matrices[number]
             with torch.cuda.stream(stage._stream):
                 for place, (expert, part) in enumerate(
@@ -88,7 +88,7 @@ def copied(matrix: OffloadedMatrix, topk_ids: Tensor) -> Tensor:
                         rows = stage._buffers[number % 2][start : start + part.nbytes]
                         rows.copy_(part.view(torch.uint8).view(-1), non_blocking=True)
                 COPIED[number % 2] = stage._stream.record_event()
-    main.wait_event(COPIED[matrix._number % 2])
+    main.wait_event(COPIED[matrix._index % 2])
     return matrix._tables[1]
 
 

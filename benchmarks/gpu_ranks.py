@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine.models.config_fields import read_json
 from engine.models.families import read_model
 from engine.models.formats import FORMATS
-from engine.models.keys import read_json
 from engine.models.weights import Part, Shard, Weight, weights_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from engine.exporting.draft import check_layer, export_draft_model
 from engine.exporting.export_options import DRAFT_GRAPHS
 from engine.exporting.manifest import Manifest
 from engine.log import Report
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.settings.config import Config
 from engine.settings.device import GPU, check_gpus, with_device
 

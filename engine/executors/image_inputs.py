@@ -9,8 +9,8 @@ import numpy as np
 from engine.core.spans import PromptSpan
 from engine.errors import InvalidRequest
 from engine.images.processor import ImageProcessor
+from engine.models.config_fields import read_json
 from engine.models.families import read_model
-from engine.models.keys import read_json
 from engine.models.vision import VisionFamily
 from engine.models.vision_inputs import place_inputs, tower_inputs
 

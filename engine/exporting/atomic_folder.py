@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.models.keys import ModelError, read_json
+from engine.models.config_fields import ModelError, read_json
 
 SIZES = "files.json"  # bytes of every other file, by its path in the folder
 

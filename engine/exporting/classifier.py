@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.models.checkpoint import Checkpoint
-from engine.models.keys import ModelError, read_json
+from engine.models.config_fields import ModelError, read_json
 from engine.text.tokenizer import Tokenizer
 
 FILE = "score.npy"  # f32 [labels, H]

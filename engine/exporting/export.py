@@ -26,9 +26,9 @@ from engine.log import Report
 from engine.models import eagle3
 from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors
 from engine.models.config import DecoderConfig
+from engine.models.config_fields import ModelError, read_json, whole_number
 from engine.models.families import read_model
 from engine.models.formats import FORMATS, QUANTIZED, Format, Fp8, Mxfp4Experts, expert_format, format_of, with_zero
-from engine.models.keys import ModelError, read_json, whole_number
 from engine.models.mtp import with_mtp
 from engine.models.paddle_checkpoint import as_in_transformers
 from engine.models.paddlenlp import rank_files, read_export

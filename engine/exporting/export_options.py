@@ -9,9 +9,9 @@ from engine.errors import ConfigError
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import CONFIG
 from engine.models import support
+from engine.models.config_fields import read_json
 from engine.models.eagle3 import EAGLE3_GRAPH
 from engine.models.formats import without_cache
-from engine.models.keys import read_json
 from engine.models.mtp import MTP_GRAPH
 from engine.models.quantization import is_fp8, is_mxfp4
 from engine.settings.config import Config

@@ -11,8 +11,8 @@ from pathlib import Path
 from engine.exporting.atomic_folder import atomic_folder, is_complete
 from engine.exporting.export import COPIED_FILES
 from engine.exporting.manifest import CONFIG, GRAPH_VERSION
+from engine.models.config_fields import ModelError
 from engine.models.gguf_model import read_gguf
-from engine.models.keys import ModelError
 from engine.text.gguf_tokenizer import write_tokenizer
 
 SUFFIX = ".gguf"

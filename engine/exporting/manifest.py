@@ -16,8 +16,8 @@ import msgspec
 from engine.core.cache_groups import CacheGroup
 from engine.exporting.files import CONFIG, MANIFEST, NUM_RANKS_KEY
 from engine.models.config import DECODER
+from engine.models.config_fields import ModelError, read_json
 from engine.models.formats import QUANTIZED
-from engine.models.keys import ModelError, read_json
 from engine.models.kv_cache import CacheSpec
 
 GRAPH_VERSION = 11  # raised whenever the same checkpoint exports to another graph or manifest

@@ -13,9 +13,9 @@ from engine.exporting.expert_sizes import ExpertSizes
 from engine.exporting.export import ExportOptions, plan_of
 from engine.exporting.manifest import CONFIG, Manifest
 from engine.models.checkpoint import weight_files
+from engine.models.config_fields import ModelError, an_object, read_json
 from engine.models.experts import is_stack
 from engine.models.formats import Fp8
-from engine.models.keys import ModelError, an_object, read_json
 from engine.models.paddlenlp import rank_files
 from engine.models.quantization import read_quantization
 from engine.models.weights import Weight

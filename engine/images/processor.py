@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.models.keys import ModelError, an_object, number, read_json, whole_number
+from engine.models.config_fields import ModelError, an_object, number, read_json, whole_number
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -84,9 +84,9 @@ class EngineClient:
         EngineUnavailable if the engine has been given up or the client is closed."""
         if reason := self.failure():
             raise EngineUnavailable(reason)
-        self.adopt(JournalEntry.of(prompt_ids, answers, salt, queue_position, spans))
+        self.submit_entry(JournalEntry.of(prompt_ids, answers, salt, queue_position, spans))
 
-    def adopt(self, entry: JournalEntry) -> None:
+    def submit_entry(self, entry: JournalEntry) -> None:
         """Submit an entry with what its answers have so far. Raises EngineUnavailable if the client is closed."""
         with self._lock:
             if self._closing:

@@ -22,10 +22,10 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from engine.errors import SetupError
+from engine.models.config_fields import object_in, read_json
 from engine.models.decoder import Decoder
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
-from engine.models.keys import object_in, read_json
 from engine.models.layers import Linear
 from engine.models.weights import Part, Shard, found_in
 

@@ -14,11 +14,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from engine.dtypes import FP8_BLOCK
+from engine.models.config_fields import ModelError, read_json
 from engine.models.formats import Dense, Format, Fp8
 from engine.models.fp4 import with_fp4
 from engine.models.fp8 import ScaledFp8Tensor, fp8_bytes, stacked, with_fp8
 from engine.models.gguf_model import read_gguf
-from engine.models.keys import ModelError, read_json
 from engine.models.paddle_checkpoint import read_pdparams
 from engine.models.quantize import Codes
 from engine.models.quantized_tensors import FLOATS as DTYPES
@@ -176,7 +176,9 @@ class Checkpoint:
             self._check_codes(codes, part, quantized)
             step = max(1, READ_AT_ONCE // max(1, part.shape[1] * FP8_BLOCK)) * FP8_BLOCK
             pieces = [
-                format.adopt(codes.part(slice(start, min(start + step, rows.stop)), slice(columns.start, columns.stop)))
+                format.store_codes(
+                    codes.part(slice(start, min(start + step, rows.stop)), slice(columns.start, columns.stop))
+                )
                 for start in range(rows.start, max(rows.stop, rows.start + 1), step)
             ]
         except (ModelError, ValueError) as error:

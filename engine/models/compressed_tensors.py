@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import FP8_BLOCK
-from engine.models.keys import ModelError, an_object
+from engine.models.config_fields import ModelError, an_object
 from engine.models.quantize import Codes
 from engine.models.quantized_tensors import KEY, WIDER, Quantization, Tensors, group_of, need, unpack
 

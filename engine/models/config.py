@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine.models.keys import ModelError, an_object, number, whole_number
+from engine.models.config_fields import ModelError, an_object, number, whole_number
 from engine.models.mixture_config import MixtureConfig
 from engine.models.quantization import read_quantization
 from engine.models.rope import Rope, read_rope

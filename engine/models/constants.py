@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.models.config_fields import read_json
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
-from engine.models.keys import read_json
 from engine.models.weights import Constant, Shard, found_in
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from engine.models.attention import Attention
 from engine.models.config import DecoderConfig
+from engine.models.config_fields import ModelError
 from engine.models.experts import Mixture
 from engine.models.formats import head_format
 from engine.models.gated_delta_net import GatedDeltaNet
-from engine.models.keys import ModelError
 from engine.models.kv_cache import CacheLayout
 from engine.models.latent_attention import LatentAttention
 from engine.models.layers import (

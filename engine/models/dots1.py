@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.config import layer_windows, read_decoder
+from engine.models.config_fields import whole_number
 from engine.models.glm4_moe import Glm4Moe
-from engine.models.keys import whole_number
 from engine.models.mixture_config import deepseek_mixture
 
 

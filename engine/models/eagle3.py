@@ -17,9 +17,9 @@ import numpy as np
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.checkpoint import TABLE, Checkpoint, open_tensors
 from engine.models.config import DECODER, DecoderConfig
+from engine.models.config_fields import ModelError, an_object, read_json, whole_number
 from engine.models.decoder import Decoder, DecoderLayer, check_ranks
 from engine.models.formats import head_format
-from engine.models.keys import ModelError, an_object, read_json, whole_number
 from engine.models.layers import LOGIT_ROWS, PREVIOUS_STATES, Embedding, Head, Linear, Network, Norm, Place, Run, Tensor
 from engine.models.llama import Llama
 from engine.models.mlp import GatedMlp

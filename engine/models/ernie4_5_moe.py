@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.config import read_decoder
+from engine.models.config_fields import ModelError, number, whole_number
 from engine.models.ernie4_5 import Ernie45
-from engine.models.keys import ModelError, number, whole_number
 from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, refuse_other_values
 
 # The defaults of transformers for keys that config.json does not have

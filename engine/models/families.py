@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.models.config import DecoderConfig
+from engine.models.config_fields import ModelError
 from engine.models.deepseek import DeepseekV2, DeepseekV3, Mistral4
 from engine.models.dots1 import Dots1
 from engine.models.ernie4_5 import Ernie45
@@ -19,7 +20,6 @@ from engine.models.gpt_oss import GptOss
 from engine.models.granite import Granite
 from engine.models.granitemoe import GraniteMoe
 from engine.models.hunyuan import HunYuan
-from engine.models.keys import ModelError
 from engine.models.llama import InternLm3, Llama, SeedOss
 from engine.models.minimax_m2 import MiniMaxM2
 from engine.models.mistral import Mistral

@@ -36,7 +36,7 @@ class Format(Protocol):
         """Return the values of these parameters for a rank's share [N, K] of the matrix."""
         ...
 
-    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+    def store_codes(self, codes: Codes) -> tuple[np.ndarray, ...]:
         """Return the values of these parameters for a matrix that the checkpoint stores quantized."""
         ...
 
@@ -70,7 +70,7 @@ class Dense:
     def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
         return (matrix,)
 
-    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+    def store_codes(self, codes: Codes) -> tuple[np.ndarray, ...]:
         return (codes.values().astype(self.read_as),)
 
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
@@ -95,7 +95,7 @@ class Int8:
     def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
         return to_int8(matrix)
 
-    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+    def store_codes(self, codes: Codes) -> tuple[np.ndarray, ...]:
         one = codes.scale.shape[1] == 1 and codes.group_of is None
         if codes.codes.dtype == np.int8 and one and (codes.zero is None or not codes.zero.any()):
             return codes.codes, codes.scale[:, 0]
@@ -124,7 +124,7 @@ class Int4:
         codes, scale = to_int4(matrix, self.group)
         return (codes, scale, to_bf16(np.full(scale.shape, 8, np.float32)))[: 2 + self.has_zero]
 
-    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+    def store_codes(self, codes: Codes) -> tuple[np.ndarray, ...]:
         if codes.fits_int4(self.has_zero, self.group):
             return codes.as_int4(self.has_zero, self.group)
         return self.store(codes.values())
@@ -162,7 +162,7 @@ class Fp8:
     def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
         return to_fp8(matrix) if self.block_rows == 1 else to_block_fp8(matrix)
 
-    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+    def store_codes(self, codes: Codes) -> tuple[np.ndarray, ...]:
         return self.store(codes.values())
 
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:
@@ -188,7 +188,7 @@ class Mxfp4Experts:
     def store(self, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
         return to_mxfp4(matrix)
 
-    def adopt(self, codes: Codes) -> tuple[np.ndarray, ...]:
+    def store_codes(self, codes: Codes) -> tuple[np.ndarray, ...]:
         return self.store(codes.values())
 
     def linear(self, ops: Any, x: Any, stored: Sequence[Any], bias: Any | None) -> Any:

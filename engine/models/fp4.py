@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import E8M0_VALUES, FP4_PAIRS, FP8_VALUES
+from engine.models.config_fields import ModelError
 from engine.models.fp8 import Fp8Tensor
-from engine.models.keys import ModelError
 from engine.models.stored_tensors import StoredTensor, slices
 
 PACKED, SCALE, FACTOR, DIVISOR = "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import FP8_BLOCK, FP8_VALUES
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.models.stored_tensors import StoredTensor, slices
 from engine.models.weights import Share
 

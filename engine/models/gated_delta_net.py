@@ -10,8 +10,8 @@ from typing import Any
 from engine.core.cache_groups import STATE, CacheGroup
 from engine.models.attention import side_by_side
 from engine.models.config import DecoderConfig
+from engine.models.config_fields import ModelError, whole_number
 from engine.models.formats import FORMATS
-from engine.models.keys import ModelError, whole_number
 from engine.models.kv_cache import LayerCache
 from engine.models.layers import ROWS, Linear, Place, Run, Tensor
 from engine.models.weights import Share, Weight

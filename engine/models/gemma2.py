@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import GELU, DecoderConfig, layer_windows, read_decoder
+from engine.models.config_fields import number, whole_number
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.keys import number, whole_number
 from engine.models.layers import Place
 from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard

@@ -8,9 +8,9 @@ from typing import Any
 
 from engine.models.attention import HEADS, Attention, AttentionOptions
 from engine.models.config import GELU, DecoderConfig, layer_windows, read_decoder
+from engine.models.config_fields import ModelError, number, whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.gemma2 import NORMS
-from engine.models.keys import ModelError, number, whole_number
 from engine.models.layers import Place
 from engine.models.mlp import GatedMlp
 from engine.models.rope import ropes_by_layer_type

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from engine.models.config_fields import ModelError
 from engine.models.gguf_blocks import BLOCK_FORMATS, BlockFormat, Decoded
-from engine.models.keys import ModelError
 from engine.models.quantize import Codes
 from engine.models.stored_tensors import slices
 

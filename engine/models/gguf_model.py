@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.models.config_fields import ModelError
 from engine.models.gguf import Gguf, GgufTensor
-from engine.models.keys import ModelError
 from engine.models.stored_tensors import StoredTensor
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}

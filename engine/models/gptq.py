@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.models.quantize import Codes
 from engine.models.quantized_tensors import KEY, WIDER, Quantization, Tensors, group_of, need, unpack
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.models.config_fields import whole_number
 from engine.models.granite import Granite
-from engine.models.keys import whole_number
 from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers
 from engine.ops.catalogue_experts import SOFTMAX_OF_CHOSEN
 

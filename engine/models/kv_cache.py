@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from engine.core.cache_groups import STATE, CacheGroup, table_name
 from engine.dtypes import held_as
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 
 BLOCK, POSITION = "block", "position"  # axes that every cache has: blocks of the pool, and tokens of a block
 ATTENTION_AXES = (BLOCK, "key_or_value", "head", POSITION, "element")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.cache_groups import CacheGroup
 from engine.dtypes import latent_groups
+from engine.models.config_fields import ModelError, an_object, number, whole_number
 from engine.models.formats import FORMATS
-from engine.models.keys import ModelError, an_object, number, whole_number
 from engine.models.kv_cache import BLOCK, POSITION, LayerCache
 from engine.models.layers import ROWS, Linear, Norm, Place, Rotary, Run, Tensor
 from engine.models.weights import HeadRows, Share, Weight

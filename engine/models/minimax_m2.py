@@ -8,9 +8,9 @@ from typing import Any
 
 from engine.models.attention import WIDE, Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
+from engine.models.config_fields import whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
-from engine.models.keys import whole_number
 from engine.models.layers import Place
 from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, refuse_other_values
 from engine.models.weights import Shard

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.config import layer_windows, read_decoder
-from engine.models.keys import whole_number
+from engine.models.config_fields import whole_number
 from engine.models.mistral import Mistral
 from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from engine.models.keys import ModelError, layer_list, number, values_of_layers, whole_number
+from engine.models.config_fields import ModelError, layer_list, number, values_of_layers, whole_number
 from engine.ops.catalogue_experts import SIGMOID, SILU_GATE, SOFTMAX
 
 

@@ -12,9 +12,9 @@ from typing import ClassVar, TypeVar
 
 from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint
 from engine.models.config import DECODER, DecoderConfig
+from engine.models.config_fields import ModelError
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.formats import head_format
-from engine.models.keys import ModelError
 from engine.models.layers import LOGIT_ROWS, PREVIOUS_STATES, Embedding, Head, Linear, Network, Norm, Place, Run, Tensor
 from engine.models.weights import Part, Shard, Share, Weight
 

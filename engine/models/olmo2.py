@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.models.attention import WIDE, Attention, AttentionOptions
 from engine.models.config import DecoderConfig, layer_windows, read_decoder
+from engine.models.config_fields import whole_number
 from engine.models.decoder import POST_NORM, Decoder, DecoderLayer
-from engine.models.keys import whole_number
 from engine.models.layers import Place
 from engine.models.mlp import GatedMlp
 from engine.models.rope import ropes_by_layer_type

@@ -15,8 +15,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy
 import numpy as np
 
+from engine.models.config_fields import ModelError, whole_number
 from engine.models.fastdeploy import CODES, SCALE, FastDeployMatrix, matrix_of
-from engine.models.keys import ModelError, whole_number
 from engine.models.stored_tensors import SAFETENSORS_DTYPES, ConcatenatedTensor, StoredTensor, slices
 
 PREFIXES = {  # model_type -> prefix of the names of tensors

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 
 # Bits -> place of each element of a row among 16 or 32 neighbors. The kernels unpack several elements at a time.
 PLACES = {

@@ -17,8 +17,8 @@ import numpy as np
 
 from engine.models.checkpoint import Checkpoint
 from engine.models.compressed_tensors import as_stored
+from engine.models.config_fields import ModelError, read_json, whole_number
 from engine.models.families import read_model
-from engine.models.keys import ModelError, read_json, whole_number
 from engine.models.mixture_config import MixtureConfig
 from engine.models.paddle_packed import PaddlePacked, packed
 from engine.models.paddlenlp_kinds import FROM_CHECKPOINT, MIXTURES, MODEL_TYPES, kind_of, refuse

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from engine.models.config_fields import ModelError
 from engine.models.families import FAMILIES
 from engine.models.formats import QUANTIZED, without_cache
-from engine.models.keys import ModelError
 
 MIXTURES = ("mixtral", "qwen2_moe")
 MODEL_TYPES = ("llama", "qwen2", *MIXTURES)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.config import read_decoder
+from engine.models.config_fields import an_object, number, whole_number
 from engine.models.ernie4_5 import DEFAULTS, Ernie45
-from engine.models.keys import an_object, number, whole_number
 from engine.models.mixture_config import refuse_other_values
 from engine.models.siglip import siglip
 from engine.models.vision import VisionConfig, VisionFamily, VisionTower

@@ -12,9 +12,9 @@ from typing import Any
 
 from engine.dtypes import CODES_PER_SCALE, FP8_BLOCK, SMALL_GROUP
 from engine.models.compressed_tensors import compressed_tensors, is_fp4, parts
+from engine.models.config_fields import ModelError, an_object
 from engine.models.fastdeploy import fastdeploy
 from engine.models.gptq import awq, gptq
-from engine.models.keys import ModelError, an_object
 from engine.models.quantized_tensors import KEY, Quantization, need
 
 OF_FASTDEPLOY = {"quantization", "dense_quant_type", "moe_quant_type"}  # keys of a config without quant_method

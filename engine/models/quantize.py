@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from engine.dtypes import CODES_ALIGNED, CODES_PER_SCALE, FP8_BLOCK, MXFP4_GROUP, SMALL_GROUP, from_bf16, to_bf16
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 
 AT_ONCE = 1 << 18  # elements per piece, so that its temporary arrays fit in the CPU's caches
 LARGEST_INT8, SMALLEST_INT4, LARGEST_FP8 = 127, -8, 448

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.models.quantize import Codes
 from engine.models.stored_tensors import StoredTensor
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, layer_windows, read_decoder
+from engine.models.config_fields import whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
-from engine.models.keys import whole_number
 from engine.models.layers import Place
 from engine.models.weights import Shard
 

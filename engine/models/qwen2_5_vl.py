@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.config import read_decoder
-from engine.models.keys import an_object, layer_list, whole_number
+from engine.models.config_fields import an_object, layer_list, whole_number
 from engine.models.qwen2 import Qwen2, upper_windows
 from engine.models.qwen_vision import qwen2_5_vision, read_qwen_vision
 from engine.models.vision import VisionConfig, VisionFamily, VisionTower

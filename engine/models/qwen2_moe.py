@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.config import read_decoder
-from engine.models.keys import whole_number
+from engine.models.config_fields import whole_number
 from engine.models.mixture_config import qwen_mixture
 from engine.models.qwen2 import Qwen2, upper_windows
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from engine.models.attention import HEADS, Attention, AttentionOptions
 from engine.models.config import layer_kinds, read_decoder
+from engine.models.config_fields import an_object, whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
 from engine.models.gated_delta_net import DeltaNetOptions, GatedDeltaNet
-from engine.models.keys import an_object, whole_number
 from engine.models.layers import Place
 from engine.models.mixture_config import refuse_other_values
 from engine.models.mtp import QWEN, MtpFamily

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from engine.models.keys import whole_number
+from engine.models.config_fields import whole_number
 from engine.models.mixture_config import MixtureConfig, qwen_mixture
 from engine.models.qwen3_5 import Qwen35
 

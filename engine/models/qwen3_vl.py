@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.config import read_decoder
-from engine.models.keys import an_object
+from engine.models.config_fields import an_object
 from engine.models.mixture_config import MixtureConfig, qwen_mixture
 from engine.models.qwen3 import Qwen3
 from engine.models.qwen_vision import Qwen3VisionFamily, read_qwen3_vision

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.models.keys import ModelError, an_object, whole_number
+from engine.models.config_fields import ModelError, an_object, whole_number
 from engine.models.layers import LayerNorm, Linear, Norm, Place
 from engine.models.mixture_config import refuse_other_values
 from engine.models.vision import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.keys import ModelError, an_object, number, whole_number
+from engine.models.config_fields import ModelError, an_object, number, whole_number
 
 
 @dataclass(frozen=True)

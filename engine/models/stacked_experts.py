@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import from_mxfp4
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.models.stored_tensors import StoredTensor, slices
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

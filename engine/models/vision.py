@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from engine.models.config import DecoderConfig
+from engine.models.config_fields import ModelError, an_object, number, whole_number
 from engine.models.formats import FORMATS
-from engine.models.keys import ModelError, an_object, number, whole_number
 from engine.models.kv_cache import CacheLayout
 from engine.models.layers import POSITIONS, LayerNorm, Linear, Network, Norm, Place, Run, Tensor
 from engine.models.weights import Constant, Shard, Share, Weight

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.models.keys import an_object
+from engine.models.config_fields import an_object
 from engine.models.stored_tensors import StoredTensor, slices
 
 # Values of model_type; checkpoints of the second ones may have no tower, or one that config.json does not describe

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engine.dtypes import MXFP4_GROUP
+from engine.models.config_fields import ModelError
 from engine.models.formats import FLOAT32, Format, Fp8, Mxfp4Experts, common_format
-from engine.models.keys import ModelError
 
 Kind = TypeVar("Kind")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import TokenizerError
-from engine.models import keys
+from engine.models import config_fields
 
 Json = Mapping[str, Any]
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -20,7 +20,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of added
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file without its null values; empty if the file is missing."""
-    config = keys.read_json(path, TokenizerError) if path.is_file() else {}
+    config = config_fields.read_json(path, TokenizerError) if path.is_file() else {}
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -75,8 +75,8 @@ def eos_ids(config: Json) -> list[int]:
     """Return the ids of `eos_token_id`, which is an id, a list of ids, or absent."""
     value = config.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token_id) is int and 0 <= token_id <= keys.MAX_NUMBER for token_id in ids):
-        _refuse("eos_token_id", value, f"a token id from 0 to {keys.MAX_NUMBER}, or a list of these")
+    if not all(type(token_id) is int and 0 <= token_id <= config_fields.MAX_NUMBER for token_id in ids):
+        _refuse("eos_token_id", value, f"a token id from 0 to {config_fields.MAX_NUMBER}, or a list of these")
     return ids
 
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 from engine.executors.cuda.host_transfers import Uploads  # noqa: E402
 from engine.executors.cuda.sampling import fields_to_send  # noqa: E402
 from engine.ops import reference  # noqa: E402
-from engine.ops.cuda.sampler import Cuts, sample, top_k_top_p  # noqa: E402
+from engine.ops.cuda.sampler import SamplingMode, sample, top_k_top_p  # noqa: E402
 from engine.ops.sampling_rows import SampledRows  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.sampling_cases import CASES, a_mask, some_logits, some_rows, with_pairs  # noqa: E402
@@ -23,7 +23,7 @@ def run(device, logits, rows) -> SampledRows:
     sent = Uploads(device).send(fields_to_send(rows) | mask)
     most = int(rows.num_logprobs.max())
     found = SampledRows.empty(len(logits), max(most, 0))
-    found_by_name = sample(torch.from_numpy(logits.copy()).to(device), sent, Cuts.of(rows), most)
+    found_by_name = sample(torch.from_numpy(logits.copy()).to(device), sent, SamplingMode.of(rows), most)
     for name, tensor in found_by_name.items():
         setattr(found, name, tensor.cpu().numpy())
     return found

@@ -29,14 +29,14 @@ from engine.executors.cuda.step_graphs import (
 from engine.models.layers import PREVIOUS_STATES
 from engine.ops.cuda.drafted_tokens import DraftedTokens
 from engine.ops.cuda.prefill_attention import KnownStarts
-from engine.ops.cuda.sampler import Cuts, sample
+from engine.ops.cuda.sampler import GREEDY, SamplingMode, sample
 from engine.ops.cuda.step_buffers import StepBuffers
 from engine.ops.sampling_rows import SamplingRows
 from engine.settings.config import Config
 
 STATE_ROWS = "state_rows"  # i32 [T]: rows of the kept states, see `DraftRuns.states`
 FIELDS = ("seed", "counter", *(name for name in ALWAYS if name not in ("seed", "counter")))  # those of 8 bytes first
-WAYS = Cuts(False, False, False), Cuts(True, True, True)  # greedy for all rows, or what any row may need
+DRAFT_MODES = GREEDY, SamplingMode(True, True, True)  # without and with rows that are not greedy
 
 
 class DraftSizes(NamedTuple):
@@ -72,7 +72,7 @@ class DraftRuns:
         """Set the KV caches that every step updates, by the names of the graph's inputs."""
         self._caches = caches
 
-    def first(self, sent: Mapping[str, Tensor], cuts: Cuts) -> None:
+    def first(self, sent: Mapping[str, Tensor], mode: SamplingMode) -> None:
         """Compute the first step of a run. Sample a token for each of the `logit_rows`, if there are any."""
         inputs: dict[str, Tensor | KnownStarts] = {**sent, **self._caches}
         usual_tokens = self._max_drafts + 1
@@ -83,9 +83,9 @@ class DraftRuns:
         outputs = self._program(inputs)
         if len(sent["logit_rows"]):
             self.tokens.begin(sent["positions"].index_select(0, sent["logit_rows"]))
-            self._sample(outputs.logits, outputs.hidden, sent, cuts)
+            self._sample(outputs.logits, outputs.hidden, sent, mode)
 
-    def following(self, sent: Mapping[str, Tensor], cuts: Cuts) -> None:
+    def following(self, sent: Mapping[str, Tensor], mode: SamplingMode) -> None:
         """Compute the tokens that the step before has sampled, and sample another one behind each."""
         count = len(sent["logit_rows"])
         positions = self.tokens.positions[:count]
@@ -100,10 +100,10 @@ class DraftRuns:
         if self._previous is not None:
             inputs[PREVIOUS_STATES] = self._previous[:count]
         outputs = self._program({**inputs, **self._caches})
-        self._sample(outputs.logits, outputs.hidden, sent, cuts)
+        self._sample(outputs.logits, outputs.hidden, sent, mode)
 
-    def _sample(self, logits: Tensor, hidden: Tensor, sent: Mapping[str, Tensor], cuts: Cuts) -> None:
-        token_ids = sample(logits, {name: sent[name] for name in FIELDS}, cuts)["token_ids"]
+    def _sample(self, logits: Tensor, hidden: Tensor, sent: Mapping[str, Tensor], mode: SamplingMode) -> None:
+        token_ids = sample(logits, {name: sent[name] for name in FIELDS}, mode)["token_ids"]
         if self._previous is not None:
             self._previous[: len(hidden)].copy_(hidden)
         self.tokens.add(token_ids, sent["counter"])
@@ -114,9 +114,9 @@ class CapturedRun(NamedTuple):
 
     static_inputs: Mapping[str, Tensor]  # the graphs do not keep them alive
     empty: Arrays  # host values of the inputs except the block tables, for a run of padding
-    first: dict[Cuts, torch.cuda.CUDAGraph]
-    following: dict[Cuts, torch.cuda.CUDAGraph]
-    whole: dict[Cuts, torch.cuda.CUDAGraph]  # all steps of the longest run
+    first: dict[SamplingMode, torch.cuda.CUDAGraph]
+    following: dict[SamplingMode, torch.cuda.CUDAGraph]
+    whole: dict[SamplingMode, torch.cuda.CUDAGraph]  # all steps of the longest run
 
 
 class DraftRunGraphs:
@@ -140,14 +140,14 @@ class DraftRunGraphs:
     def launch(self, arrays: Arrays, depth: int) -> None:
         """Launch a run that samples `depth` tokens for each of its `logit_rows`, which are those of the first rows.
         `arrays` are the inputs of the graph and those of `fields_of`."""
-        cuts = WAYS[bool(arrays["temperature"].any())] if depth else WAYS[0]
+        mode = DRAFT_MODES[bool(arrays["temperature"].any())] if depth else DRAFT_MODES[0]
         if shape := self._shape_for(arrays):
-            self._replay(arrays, shape, cuts, depth)
+            self._replay(arrays, shape, mode, depth)
             return
         sent = self._uploads.send(arrays)
-        self._runs.first(sent, cuts)
+        self._runs.first(sent, mode)
         for _ in range(depth - 1):
-            self._runs.following(sent, cuts)
+            self._runs.following(sent, mode)
 
     def _shape_for(self, inputs: Arrays) -> Shape | None:
         num_tokens, num_rows = len(inputs["token_ids"]), len(inputs["context_lens"])
@@ -156,18 +156,18 @@ class DraftRunGraphs:
         fitting = (each for each in self._shapes if each.num_tokens >= num_tokens and each.num_logits >= num_rows)
         return next(fitting, None)
 
-    def _replay(self, arrays: Arrays, shape: Shape, cuts: Cuts, depth: int) -> None:
+    def _replay(self, arrays: Arrays, shape: Shape, mode: SamplingMode, depth: int) -> None:
         captured, table = self._captured[shape], arrays["block_tables"]
         # The last row has all padding tokens, in the null block.
         width = max(table.shape[1], -(-(shape.num_tokens - len(arrays["token_ids"])) // MIN_BLOCK_SIZE))
         tables = pad_table(table, (shape.num_requests, width), self.null_block)
         self._buffers.write(padded_inputs(arrays, captured.empty), tables)
         if depth == self._sizes.max_drafts:
-            captured.whole[cuts].replay()
+            captured.whole[mode].replay()
             return
-        captured.first[cuts].replay()
+        captured.first[mode].replay()
         for _ in range(depth - 1):
-            captured.following[cuts].replay()
+            captured.following[mode].replay()
 
     def capture(self, null_block: int, compile_missing: Callable[[Callable[[], object]], None]) -> None:
         """Capture all graphs for the caches that are allocated now. `compile_missing` compiles the kernels that a
@@ -194,22 +194,22 @@ class DraftRunGraphs:
         sent = {**unpack_inputs(numbers, step), "block_tables": tables}
         no_tables = np.full((shape.num_requests, 1), self.null_block, np.int32)
 
-        def first(cuts: Cuts) -> None:
+        def first(mode: SamplingMode) -> None:
             buffers.load(numbers, tables)
-            self._runs.first(sent, cuts)
+            self._runs.first(sent, mode)
 
-        def whole(cuts: Cuts) -> None:
-            first(cuts)
+        def whole(mode: SamplingMode) -> None:
+            first(mode)
             for _ in range(self._sizes.max_drafts - 1):
-                self._runs.following(sent, cuts)
+                self._runs.following(sent, mode)
 
         captured = CapturedRun(sent, step, {}, {}, {})
-        for cuts in WAYS:
+        for mode in DRAFT_MODES:
             buffers.write(parts, no_tables)
-            captured.first[cuts] = self._graph_of(partial(first, cuts), pool)
-            captured.following[cuts] = self._graph_of(partial(self._runs.following, sent, cuts), pool)
+            captured.first[mode] = self._graph_of(partial(first, mode), pool)
+            captured.following[mode] = self._graph_of(partial(self._runs.following, sent, mode), pool)
             buffers.write(parts, no_tables)
-            captured.whole[cuts] = self._graph_of(partial(whole, cuts), pool)
+            captured.whole[mode] = self._graph_of(partial(whole, mode), pool)
         return captured
 
     def _graph_of(self, run: Callable[[], object], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:

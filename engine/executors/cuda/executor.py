@@ -58,7 +58,7 @@ from engine.ops import cuda
 from engine.ops.cpu.group import Membership
 from engine.ops.cuda import group, invariant, prefill_attention
 from engine.ops.cuda.prefill_attention import KnownStarts
-from engine.ops.cuda.sampler import Cuts, sample
+from engine.ops.cuda.sampler import SamplingMode, sample
 from engine.ops.sampling_rows import SampledRows, SamplingRows
 from engine.settings.config import Config
 
@@ -347,20 +347,20 @@ class CudaExecutor:
     def choose(self, logits: Tensor, rows: SamplingRows, launched: LaunchedModel) -> Download:
         """Start sampling and the download of its results. `logits` is [num_choices, V]; `rows` are the sampling rows on
         the host."""
-        cuts = Cuts.of(rows)
+        mode = SamplingMode.of(rows)
         if launched.captured:
-            return Download({"token_ids": self._graphs.choose(launched.captured, cuts, len(logits))}, self._device)
+            return Download({"token_ids": self._graphs.choose(launched.captured, mode, len(logits))}, self._device)
         masks = {} if rows.mask is None else self._uploads.send({"mask": rows.mask})
-        sampled = self._choose(logits, {**launched.sent, **masks}, cuts, int(rows.num_logprobs.max()))
+        sampled = self._choose(logits, {**launched.sent, **masks}, mode, int(rows.num_logprobs.max()))
         return Download.of(sampled, self._device)
 
     def accept(self, batch: Batch, choices: Choices, rows: SamplingRows, sampled: SampledRows) -> StepOutput:
         return self._slots.accept(batch, choices, rows, sampled)
 
     def _choose(
-        self, logits: Tensor, sent: Mapping[str, Tensor], cuts: Cuts, num_logprobs: int = -1
+        self, logits: Tensor, sent: Mapping[str, Tensor], mode: SamplingMode, num_logprobs: int = -1
     ) -> dict[str, Tensor]:
-        sampled = sample(logits, sent, cuts, num_logprobs)
+        sampled = sample(logits, sent, mode, num_logprobs)
         self._last_tokens.index_copy_(0, sent["slots"], sampled["token_ids"])
         return sampled
 

@@ -43,16 +43,16 @@ class HostExperts:
         counts, memory = sizes.numbers_on_host(self._num_bytes), _PinnedMemory(self._num_bytes, self._device)
         params = load(weights.without(graph, {name for stack in stacks for name in stack}))
         self.matrices: list[OffloadedMatrix] = []
-        for number, stack in enumerate(stacks):  # one at a time, because all together may not fit on the device
+        for index, stack in enumerate(stacks):  # one at a time, because all together may not fit on the device
             params |= load(weights.without(graph, graph.parameters.keys() - stack))
-            if count := counts[number // 2]:
+            if count := counts[index // 2]:
                 parts = params[stack[0]].chunk(sizes.num_experts)
                 kept = len(parts) - count
                 params[stack[0]] = torch.cat([parts[0][:0], *parts[:kept]])
                 on_host = [memory.keep(part) for part in parts[kept:]]
                 self.matrices.append(OffloadedMatrix(params[stack[0]], on_host, range(len(parts))))
         self._stage = Stage(self.matrices, self._device)
-        self._layers = [number for number, count in enumerate(counts) if count]
+        self._layers = [index for index, count in enumerate(counts) if count]
         num_bytes, total = sum(matrix.host_bytes for matrix in self.matrices), sizes.num_layers * sizes.num_experts
         log.info("%d experts of %d, %.1f GB, are in the host's memory", sum(counts), total, num_bytes / 1e9)
         return params
@@ -79,16 +79,16 @@ class HostExperts:
         """Exchange the expert that is used most on the host for the one that is used least on the device, if the ratio
         is too large to be chance, in the layers where it helps most."""
         found = []
-        for number, used in enumerate(usage):
-            matrix = self.matrices[2 * number]
+        for index, used in enumerate(usage):
+            matrix = self.matrices[2 * index]
             num_here, of_place = len(matrix.on_device), [used[expert] for expert in matrix.experts]
             if num_here:
                 least, most = min(of_place[:num_here]), max(of_place[num_here:])
                 places = of_place.index(least), of_place.index(most, num_here) - num_here
-                found += [(most - least, number, places)] * (most > MIN_RATIO * least)
+                found += [(most - least, index, places)] * (most > MIN_RATIO * least)
         num_bytes = 0
-        for _, number, (place, host_place) in sorted(found, reverse=True):
-            for each in (2 * number, 2 * number + 1):
+        for _, index, (place, host_place) in sorted(found, reverse=True):
+            for each in (2 * index, 2 * index + 1):
                 num_bytes += 2 * self.matrices[each].expert_bytes
                 self._stage.swap(each, place, host_place)
             if num_bytes >= SWAPPED_BYTES:

@@ -86,15 +86,15 @@ class CudaProgram:
 
     def run(self, inputs: Inputs) -> list[Tensor]:
         """Run the graph and return its outputs."""
-        values = self._params | {number: inputs[name] for name, number in self._inputs.items()}
+        values = self._params | {value_id: inputs[name] for name, value_id in self._inputs.items()}
         with forward_pass():
             for run, given, outputs, last in self._calls:
-                results = run(*[None if number is None else values[number] for number in given])
-                for number in last:
-                    del values[number]
-                for number, result in zip(outputs, results if isinstance(results, tuple) else (results,), strict=True):
-                    values[number] = result
-        return [values[number] for number in self._outputs]
+                results = run(*[None if value_id is None else values[value_id] for value_id in given])
+                for value_id in last:
+                    del values[value_id]
+                results = results if isinstance(results, tuple) else (results,)
+                values.update(zip(outputs, results, strict=True))
+        return [values[value_id] for value_id in self._outputs]
 
 
 def check_ops(graph: Graph, ops: ModuleType) -> None:
@@ -112,7 +112,7 @@ def _calls(nodes: Sequence[Node], kept: set[int], ops: ModuleType) -> list[Graph
     calls = []
     for node in nodes:
         inputs = tuple(None if value is None else value.id for value in node.inputs)
-        last = {number for number in inputs if number is not None and last_use[number] is node}
+        last = {value_id for value_id in inputs if value_id is not None and last_use[value_id] is node}
         outputs = tuple(value.id for value in node.outputs)
         calls.append(GraphCall(_op(node, ops), inputs, outputs, tuple(last - kept)))
     return calls
@@ -124,7 +124,7 @@ def _adapted(graph: Graph, calls: Sequence[GraphCall], layers: Mapping[str, Laye
     of_logits = graph.values_by_rows_of(LOGIT_ROWS)
     made = []
     for call in calls:
-        layer = next((layer_of[number] for number in call.inputs if number in layer_of), None)
+        layer = next((layer_of[value_id] for value_id in call.inputs if value_id in layer_of), None)
         if layer:
             groups = OF_LOGITS if call.outputs[0] in of_logits else OF_TOKENS
             call = call._replace(run=partial(_then_adapt, call.run, layer), inputs=(*call.inputs, groups))

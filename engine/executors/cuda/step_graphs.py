@@ -31,7 +31,7 @@ from engine.executors.spans import SlotSpans
 from engine.models.layers import SPAN_EMBEDDINGS
 from engine.ops.cuda.offloaded_experts import IN_PLACE
 from engine.ops.cuda.prefill_attention import KnownStarts
-from engine.ops.cuda.sampler import CUTS, Cuts, sample
+from engine.ops.cuda.sampler import ALL_MODES, SamplingMode, sample
 from engine.ops.cuda.step_buffers import StepBuffers
 from engine.ops.sampling_rows import SamplingRows
 from engine.sampling_parameters import PARAMETERS
@@ -80,7 +80,7 @@ class Captured(NamedTuple):
     static_inputs: Mapping[str, Tensor]  # with those of CHOICE
     empty: Arrays  # host values of the inputs except the block tables, for a step of padding
     outputs: Outputs
-    choices: Mapping[Cuts, torch.cuda.CUDAGraph]
+    choices: Mapping[SamplingMode, torch.cuda.CUDAGraph]
 
 
 class OptionalInputs(NamedTuple):
@@ -164,10 +164,10 @@ class StepGraphs:
         captured.graph.replay()
         return captured
 
-    def choose(self, captured: Captured, cuts: Cuts, num_tokens: int) -> Tensor:
+    def choose(self, captured: Captured, mode: SamplingMode, num_tokens: int) -> Tensor:
         """Replay the sampling of the last step. Return its tokens, i32, which are on the host as soon as it has
         ended."""
-        captured.choices[cuts].replay()
+        captured.choices[mode].replay()
         return self._buffers.tokens(num_tokens)
 
     def capture(
@@ -258,14 +258,14 @@ class StepGraphs:
 
     def _record_choices(
         self, captured: Captured, last_tokens: Tensor, pool: Pool | None
-    ) -> dict[Cuts, torch.cuda.CUDAGraph]:
+    ) -> dict[SamplingMode, torch.cuda.CUDAGraph]:
         buffers, inputs = self._buffers, captured.static_inputs
 
-        def choose(cuts: Cuts) -> None:
-            token_ids = sample(captured.outputs.logits, inputs, cuts)["token_ids"]
+        def choose(mode: SamplingMode) -> None:
+            token_ids = sample(captured.outputs.logits, inputs, mode)["token_ids"]
             buffers.store(token_ids, inputs["slots"], last_tokens)
 
-        return {cuts: self._graph_of(partial(choose, cuts), pool)[0] for cuts in CUTS}
+        return {mode: self._graph_of(partial(choose, mode), pool)[0] for mode in ALL_MODES}
 
     def _graph_of(self, run: Callable[[], Result], pool: Pool | None) -> tuple[torch.cuda.CUDAGraph, Result]:
         result, graph = run(), torch.cuda.CUDAGraph()  # the first call lets libraries initialize

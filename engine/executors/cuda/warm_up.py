@@ -12,8 +12,8 @@ from engine.core.types import Arrival, Batch, PromptOutputSpec, Row, Sampling
 from engine.sampling_parameters import PARAMETERS
 
 GREEDY = Sampling(max_new_tokens=2, temperature=0)
-# The ways in which the sampler cuts a row; log-probabilities keep the step from replaying a captured graph.
-CUTS = tuple(
+# One request for each mode of the sampler; log-probabilities keep the step from replaying a captured graph.
+EACH_MODE = tuple(
     Sampling(max_new_tokens=2, temperature=temperature, top_k=top_k, top_p=top_p, num_logprobs=1)
     for temperature, top_k, top_p in ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.5), (1.0, 2, 0.5))
 )
@@ -57,7 +57,7 @@ def warm_up_batches(limits: StepLimits, fresh_lengths: Sequence[int]) -> Iterato
         yield build.batch([(1, 1, GREEDY)] * count)
     yield build.batch([(1, 600, GREEDY)])
     yield build.batch([(1, 1, GREEDY), (0, 600, GREEDY)])
-    for sampling in (*CUTS, ADJUSTED):
+    for sampling in (*EACH_MODE, ADJUSTED):
         yield build.batch([(1, 1, sampling)] * 2)
     yield build.batch([(1, 1, GREEDY)] * 2)._replace(has_mask=True)
     for length in _sizes(min(limits.max_prompt_logits, limits.max_tokens)):

@@ -31,7 +31,7 @@ from engine.ops.cuda.rotate_and_cache import (
     sizes_of,
     without_norm,
 )
-from engine.ops.cuda.split_kv import combine, first_seen
+from engine.ops.cuda.split_kv import combine, window_start
 
 LOG2_E = math.log2(math.e)
 MIN_ROWS = 16  # of a matrix product
@@ -229,7 +229,7 @@ def _attend(
         at = row * HEAD_DIM
         is_in = is_row[:, None] & (d < HEAD_DIM)[None, :]
         num_tiles = tl.cdiv(end, TILE)
-        begins = first_seen(context + begin, WINDOW) // TILE
+        begins = window_start(context + begin, WINDOW) // TILE
         each = tl.load(division) if IS_DIVIDED else tl.cdiv(num_tiles - begins, SPLITS)
         start = begins + split * each
         stop = tl.minimum(start + each, num_tiles)
@@ -248,7 +248,7 @@ def _attend(
         tiles = cache + tl.program_id(1) * BLOCK_SIZE * HEAD_DIM
         whole = start  # the first tile whose beginning all rows see
         if WINDOW > 0:
-            whole = tl.minimum(tl.maximum(tl.cdiv(first_seen(end - 1, WINDOW), TILE), start), stop)
+            whole = tl.minimum(tl.maximum(tl.cdiv(window_start(end - 1, WINDOW), TILE), start), stop)
             for tile in range(start, whole):
                 m, total, sums = tile_of(
                     q, tiles, table, tile, position, end, scale, softcap, m, total, sums,

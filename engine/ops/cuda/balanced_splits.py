@@ -13,12 +13,12 @@ from torch import Tensor
 
 from engine.ops.cuda import forward_context
 from engine.ops.cuda.launch import PDL, begin_next, kernel, new_indices, wait_for_inputs
-from engine.ops.cuda.split_kv import first_seen
+from engine.ops.cuda.split_kv import window_start
 
 MAX_PIECES = 64  # of a request
 MAX_REQUESTS = 128  # with more of them, a long context is a small part of a step
-TOGETHER = 32  # programs whose pieces one program of `_divide` finds
-COMBINED = 8  # pieces that are combined at a time
+PROGRAMS_PER_BLOCK = 32  # programs whose pieces one program of `_divide` finds
+PIECES_PER_BLOCK = 8  # pieces that one program of `_combine` reads at a time
 
 
 def divide(context_lens: Tensor, num_programs: int, tile: int, window: int) -> Tensor:
@@ -29,9 +29,9 @@ def divide(context_lens: Tensor, num_programs: int, tile: int, window: int) -> T
     if known is None or known[0] is not context_lens:
         count = len(context_lens)
         division = new_indices(context_lens, num_programs + count + 2)
-        grid = (triton.cdiv(num_programs, TOGETHER),)
+        grid = (triton.cdiv(num_programs, PROGRAMS_PER_BLOCK),)
         _divide[grid](
-            context_lens, division, count, num_programs, MAX_PIECES, window, tile, MAX_REQUESTS, TOGETHER,
+            context_lens, division, count, num_programs, MAX_PIECES, window, tile, MAX_REQUESTS, PROGRAMS_PER_BLOCK,
             num_warps=4, **PDL,
         )  # fmt: skip
         known = divisions[num_programs, tile, window] = context_lens, division
@@ -43,8 +43,9 @@ def combine(partial: Tensor, division: Tensor, out: Tensor, num_requests: int, n
     num_heads, head_dim = partial.shape[1], partial.shape[2] - 2
     padded = triton.next_power_of_2(head_dim)
     _combine[(num_requests, num_heads)](
-        partial, division, out, num_requests, num_programs, num_heads, head_dim, padded, COMBINED, num_warps=2, **PDL
-    )
+        partial, division, out, num_requests, num_programs, num_heads, head_dim, padded, PIECES_PER_BLOCK,
+        num_warps=2, **PDL,
+    )  # fmt: skip
 
 
 @kernel
@@ -57,7 +58,7 @@ def _divide(
     wait_for_inputs()
     r, p = tl.arange(0, REQUESTS), tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     position = tl.load(context_lens + r, mask=r < num_requests, other=0)
-    tiles = tl.where(r < num_requests, position // TILE + 1 - first_seen(position, WINDOW) // TILE, 0)
+    tiles = tl.where(r < num_requests, position // TILE + 1 - window_start(position, WINDOW) // TILE, 0)
     high = tl.max(tiles, 0)
     low = tl.cdiv(high, max_pieces)
     while low < high:
@@ -80,19 +81,19 @@ def _divide(
 @kernel
 def _combine(
     partial, division, out, num_requests, num_programs, num_heads,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOGETHER: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Combine the pieces of one head of a request, TOGETHER at a time, if there are several."""
+    """Combine the pieces of one head of a request, PIECES at a time, if there are several."""
     begin_next()
     wait_for_inputs()
     request, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(division + 1 + num_programs + request)
     end = tl.load(division + 2 + num_programs + request)
     if end > first + 1:
-        i, d = tl.arange(0, TOGETHER), tl.arange(0, PADDED_DIM)
+        i, d = tl.arange(0, PIECES), tl.arange(0, PADDED_DIM)
         largest, total = -float("inf"), 0.0
         sums = tl.zeros([PADDED_DIM], tl.float32)
-        for start in range(first, end, TOGETHER):
+        for start in range(first, end, PIECES):
             is_piece = start + i < end
             at = partial + ((start + i) * num_heads + head) * (HEAD_DIM + 2)
             m = tl.load(at + HEAD_DIM, mask=is_piece, other=-float("inf"))

@@ -19,7 +19,7 @@ from engine.ops.cuda.fp8_activations import Fp8Rows
 from engine.ops.cuda.launch import HAS_COPY_ENGINE, INTERPRETED, PDL, begin_next, kernel, num_sms, wait_for_inputs
 from engine.ops.cuda.lowbit_kernels import add_splits
 
-TOGETHER = 8  # tiles of rows that go over the same weights at a time, so that the L2 cache serves them
+GROUP_SIZE_M = 8  # tiles of rows that go over the same weights at a time, so that the L2 cache serves them
 
 
 class Weights(NamedTuple):
@@ -67,7 +67,7 @@ def gemm(x: Fp8Rows, weights: Weights, out: Tensor, tile: Fp8GemmTile) -> None:
     _multiply[(min(num_tiles, num_sms()) if tile.is_persistent else num_tiles, tile.splits)](
         given[0], x.scale, given[1], weights.scale, bias, sums, num_rows, columns, num_blocks,
         is_blocked, has_bias, is_copied, is_blocked or tile.is_exact, tile.is_persistent,
-        tile.rows, tile.columns, tile.splits, TOGETHER, num_warps=tile.warps, num_stages=tile.stages, **PDL,
+        tile.rows, tile.columns, tile.splits, GROUP_SIZE_M, num_warps=tile.warps, num_stages=tile.stages, **PDL,
     )  # fmt: skip
     if tile.splits > 1:
         add_splits(sums, out)
@@ -85,7 +85,7 @@ def _multiply(
     x, x_scale, weight, scale, bias, out, num_rows, columns, num_blocks,
     IS_BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_COPIED: tl.constexpr, IS_EXACT: tl.constexpr,
     IS_PERSISTENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS x COLUMNS outputs, or a share of their sums; with IS_PERSISTENT, several such tiles. IS_COPIED says
     that `x` and `weight` are tensor descriptors.
@@ -100,19 +100,19 @@ def _multiply(
         num_tiles = tl.cdiv(num_rows, ROWS) * tl.cdiv(columns, COLUMNS)
         finished = start - tl.num_programs(0)  # counts apart, so that a tile can be stored while the next is read
         for tile in tl.range(start, num_tiles, tl.num_programs(0), flatten=True):
-            first_row, first_column = _place(tile, num_rows, columns, ROWS, COLUMNS, TOGETHER)
+            first_row, first_column = _place(tile, num_rows, columns, ROWS, COLUMNS, GROUP_SIZE_M)
             sums = _sums(
                 x, x_scale, weight, scale, first_row, first_column, first_block, end_block, num_rows, columns,
                 num_blocks, IS_BLOCKED, IS_COPIED, IS_EXACT, ROWS, COLUMNS,
             )  # fmt: skip
             finished += tl.num_programs(0)
-            first_row, first_column = _place(finished, num_rows, columns, ROWS, COLUMNS, TOGETHER)
+            first_row, first_column = _place(finished, num_rows, columns, ROWS, COLUMNS, GROUP_SIZE_M)
             _store(
                 sums, x_scale, scale, bias, out, first_row, first_column, split, num_rows, columns,
                 IS_BLOCKED, HAS_BIAS, ROWS, COLUMNS,
             )  # fmt: skip
     else:
-        first_row, first_column = _place(start, num_rows, columns, ROWS, COLUMNS, TOGETHER)
+        first_row, first_column = _place(start, num_rows, columns, ROWS, COLUMNS, GROUP_SIZE_M)
         sums = _sums(
             x, x_scale, weight, scale, first_row, first_column, first_block, end_block, num_rows, columns, num_blocks,
             IS_BLOCKED, IS_COPIED, IS_EXACT, ROWS, COLUMNS,
@@ -124,12 +124,12 @@ def _multiply(
 
 
 @triton.jit
-def _place(tile, num_rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr):
-    """Return the first row and the first column of a tile: TOGETHER tiles of rows go over the columns side by side."""
+def _place(tile, num_rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP_SIZE_M: tl.constexpr):
+    """Return the first row and column of a tile: GROUP_SIZE_M tiles of rows go over the columns side by side."""
     num_columns = tl.cdiv(columns, COLUMNS)
-    first = tile // (TOGETHER * num_columns) * TOGETHER
-    size = tl.minimum(tl.cdiv(num_rows, ROWS) - first, TOGETHER)
-    index = tile % (TOGETHER * num_columns)
+    first = tile // (GROUP_SIZE_M * num_columns) * GROUP_SIZE_M
+    size = tl.minimum(tl.cdiv(num_rows, ROWS) - first, GROUP_SIZE_M)
+    index = tile % (GROUP_SIZE_M * num_columns)
     return (first + index % size) * ROWS, index // size * COLUMNS
 
 

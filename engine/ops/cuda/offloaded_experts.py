@@ -35,17 +35,17 @@ class OffloadedMatrix:
         self._tables = [torch.empty(len(experts), dtype=torch.int64, device=on_device.device) for _ in range(2)]
         setattr(on_device, "offloaded", self)  # noqa: B010 - Tensor declares no such attribute
 
-    def stage_in(self, stage: Stage, number: int) -> None:
-        """Become the matrix with this number, from 0, of the stage."""
-        self._stage, self._number = stage, number
-        distances = [address - self._base for address in (stage.address(number), *map(Tensor.data_ptr, self.on_host))]
+    def stage_in(self, stage: Stage, index: int) -> None:
+        """Become the matrix with this index of the stage."""
+        self._stage, self._index = stage, index
+        distances = [address - self._base for address in (stage.address(index), *map(Tensor.data_ptr, self.on_host))]
         self.unit = math.gcd(UNIT * self._item, self.expert_bytes, *distances) // self._item  # 1 at least
         self.fill_tables()
 
     def fill_tables(self) -> None:
         """Write the distance of each expert's matrix from where it would be if all were stacked on the device, first
         with those of the host in place, then with those of the host on the stage."""
-        stage = self._stage.address(self._number)
+        stage = self._stage.address(self._index)
         places = [
             [part.data_ptr() for part in self.on_host],
             [stage + place * self.expert_bytes for place in range(len(self.on_host))],
@@ -61,7 +61,7 @@ class OffloadedMatrix:
         """Return the table for a step with these experts [T, top_k], after bringing the experts onto the stage if the
         step is long."""
         if len(topk_ids) > IN_PLACE:
-            self._stage.fetch(self._number)
+            self._stage.fetch(self._index)
             return self._tables[1]
         return self._tables[0]
 
@@ -76,27 +76,27 @@ class Stage:
         sizes = [max(matrix.host_bytes for matrix in matrices[start::2]) for start in range(2)]
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         self._held: list[int | None] = [None, None]
-        for number, matrix in enumerate(matrices):
-            matrix.stage_in(self, number)
+        for index, matrix in enumerate(matrices):
+            matrix.stage_in(self, index)
 
-    def address(self, number: int) -> int:
+    def address(self, index: int) -> int:
         """Return the address of the first expert on the host of a matrix, when it is on the stage."""
-        return self._buffers[number % 2].data_ptr()
+        return self._buffers[index % 2].data_ptr()
 
-    def fetch(self, number: int) -> None:
+    def fetch(self, index: int) -> None:
         """Let the current stream wait for the experts of a matrix, and start the copy of the next one."""
-        self._start(number)
+        self._start(index)
         self._module.current_stream().wait_stream(self._stream)
-        if number + 1 < len(self._matrices):
-            self._start(number + 1)
+        if index + 1 < len(self._matrices):
+            self._start(index + 1)
 
-    def swap(self, number: int, place: int, host_place: int) -> None:
+    def swap(self, index: int, place: int, host_place: int) -> None:
         """Let an expert on the device and one on the host change places. Later steps use the new ones."""
-        matrix, main = self._matrices[number], self._module.current_stream()
+        matrix, main = self._matrices[index], self._module.current_stream()
         main.wait_stream(self._stream)
         self._held = [None, None]
         on_device, on_host = matrix.on_device[place], matrix.on_host[host_place]
-        spare = self._buffers[number % 2][: on_host.nbytes].view(on_host.dtype).view(on_host.shape)
+        spare = self._buffers[index % 2][: on_host.nbytes].view(on_host.dtype).view(on_host.shape)
         spare.copy_(on_host, non_blocking=True)
         on_host.copy_(on_device, non_blocking=True)
         on_device.copy_(spare)
@@ -104,15 +104,15 @@ class Stage:
         matrix.experts[place], matrix.experts[other] = matrix.experts[other], matrix.experts[place]
         matrix.fill_tables()
 
-    def _start(self, number: int) -> None:
+    def _start(self, index: int) -> None:
         """Start the copy of the experts of a matrix, unless the stage has them."""
-        side, start = number % 2, 0
-        if self._held[side] == number:
+        side, start = index % 2, 0
+        if self._held[side] == index:
             return
-        self._held[side] = number
+        self._held[side] = index
         self._stream.wait_stream(self._module.current_stream())  # it has launched everything that reads the buffer
         with self._module.stream(self._stream):
-            for part in self._matrices[number].on_host:
+            for part in self._matrices[index].on_host:
                 rows = self._buffers[side][start : start + part.nbytes]
                 rows.copy_(part.view(torch.uint8).view(-1), non_blocking=True)
                 start += part.nbytes

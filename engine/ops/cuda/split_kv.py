@@ -11,7 +11,7 @@ from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
 
 
 @triton.jit
-def first_seen(position, WINDOW: tl.constexpr):
+def window_start(position, WINDOW: tl.constexpr):
     """Return the first position that a query at `position` attends to."""
     return tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
 
@@ -58,7 +58,7 @@ def merge_units(
         all_total += 1
     all_sums = tl.zeros([1, PADDED_DIM], tl.float32)
     position = tl.load(context_lens + tl.program_id(0))
-    for unit in range(first_seen(position, WINDOW) // UNIT, position // UNIT + 1):
+    for unit in range(window_start(position, WINDOW) // UNIT, position // UNIT + 1):
         at = partial + (head * num_units_of_table + unit) * (HEAD_DIM + 2)
         sums = tl.load(at + d, mask=d < HEAD_DIM, other=0)
         m, total = tl.load(at + HEAD_DIM + one), tl.load(at + HEAD_DIM + 1 + one)

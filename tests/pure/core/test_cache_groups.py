@@ -7,7 +7,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.cache_groups import FREED, PAGED, SLIDING_WINDOW, STATE, CacheGroup
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.models.kv_cache import CacheLayout, LayerCache
 from tests.pure.core.test_scheduler import a_request, fill, run, step
 from tests.pure.counting_executor import CountingExecutor

@@ -12,8 +12,8 @@ from engine.executors import make_executor
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.export_options import options_of
+from engine.models.config_fields import ModelError
 from engine.models.eagle3 import FILE
-from engine.models.keys import ModelError
 from tests.eagle3_checkpoints import LAYER_IDS, make_head, make_model, make_right
 from tests.pure.executors.test_mtp import BASE, BLOCK_SIZE, NUM_DRAFTS, check_drafts, check_layer_answers
 from tests.quantized_checkpoints import change_tensors

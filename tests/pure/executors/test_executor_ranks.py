@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.executors import make_executor
 from engine.executors.rank_blocks import BlocksOfRanks, serve_blocks
 from engine.executors.ranks import ALLOCATE, LAUNCH, READY, pack, serve, unpack, unpack_batch
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.settings.config import Config
 from tests.patience import PATIENCE_S, in_background
 from tests.pure.executors.test_batch_invariance import BLOCK_SIZE

@@ -18,8 +18,8 @@ from engine.executors.drafting import with_drafts
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
+from engine.models.config_fields import ModelError
 from engine.models.families import FAMILIES
-from engine.models.keys import ModelError
 from engine.models.layers import LOGITS
 from engine.models.mtp import MTP_GRAPH, MtpFamily
 from engine.settings.config import Config

@@ -12,8 +12,8 @@ from engine.executors import make_executor
 from engine.executors.reference import ReferenceExecutor
 from engine.executors.spans import positions_between
 from engine.graph import load
+from engine.models.config_fields import ModelError
 from engine.models.families import read_model
-from engine.models.keys import ModelError
 from engine.ops import reference
 from engine.settings.config import Config
 from tests.checkpoints import COMMON, FAMILIES

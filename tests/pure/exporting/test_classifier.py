@@ -11,7 +11,7 @@ from engine.errors import InvalidRequest
 from engine.exporting.classifier import FILE, load_classifier
 from engine.exporting.export import TABLE, ExportOptions, export
 from engine.llm import LLM
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.serving.input_processor import InputProcessor
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer

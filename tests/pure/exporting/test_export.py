@@ -16,8 +16,8 @@ from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import GRAPH_VERSION, Manifest, is_exported
 from engine.graph import load, read_graph
 from engine.models.checkpoint import Checkpoint, open_tensors
+from engine.models.config_fields import ModelError
 from engine.models.fp8 import fp8_bytes
-from engine.models.keys import ModelError
 from tests.checkpoints import COMMON, FAMILIES, make_checkpoint, random_tensors, write_shards, write_tensors
 
 COPIED = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]

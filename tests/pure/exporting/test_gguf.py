@@ -11,9 +11,9 @@ from engine.errors import TokenizerError
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.gguf_folder import as_checkpoint
 from engine.graph import load
+from engine.models.config_fields import ModelError
 from engine.models.gguf import Gguf, GgufCodes
 from engine.models.gguf_blocks import BLOCK_FORMATS
-from engine.models.keys import ModelError
 from engine.ops.reference import int4_values
 from engine.text.gguf_tokenizer import write_tokenizer
 from engine.text.tokenizer import Tokenizer

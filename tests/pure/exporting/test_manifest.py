@@ -9,7 +9,7 @@ from engine.core.cache_groups import CacheGroup
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import GRAPH_VERSION, GraphManifest, Manifest
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec
 
 CACHE = CacheSpec("cache of layer 0", "bfloat16", (-1, 2, 1, 16, 8), ATTENTION_AXES)

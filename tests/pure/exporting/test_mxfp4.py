@@ -12,7 +12,7 @@ from engine.exporting.export import ExportOptions, export
 from engine.exporting.export_options import options_of
 from engine.exporting.manifest import Manifest
 from engine.graph import load
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.models.quantize import to_mxfp4
 from engine.settings.config import Config
 from tests.checkpoints import make_checkpoint as make_dense

@@ -13,7 +13,7 @@ from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.models.paddle_packed import PaddlePacked
 from engine.ops.reference import int4_values
 from server_scripts import model_source

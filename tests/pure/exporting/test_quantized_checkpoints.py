@@ -14,8 +14,8 @@ from engine.exporting.export import ExportOptions, export
 from engine.exporting.export_options import options_of
 from engine.exporting.manifest import Manifest
 from engine.graph import load
+from engine.models.config_fields import ModelError
 from engine.models.formats import FORMATS
-from engine.models.keys import ModelError
 from engine.models.quantization import read_quantization, unused_settings
 from engine.models.quantized_tensors import unpack
 from engine.ops import cpu
@@ -123,7 +123,7 @@ def test_gptq_of_8_bits_in_groups_gets_one_scale_per_row(tmp_path):
     read = quantization.read(gptq8(codes, scale, zero))
     np.testing.assert_array_equal(read.values(), values_of(codes, scale, zero))
     assert quantization.format == "weight_only_int8" and quantization.inexact == "gptq of 8 bits in groups"
-    stored, step = FORMATS["weight_only_int8"].adopt(read)
+    stored, step = FORMATS["weight_only_int8"].store_codes(read)
     assert (np.abs(stored * step[:, None] - read.values()) <= 0.51 * step[:, None]).all()
 
 
@@ -192,7 +192,7 @@ def test_one_scale_of_a_matrix_is_that_of_all_rows():
     codes = np.random.default_rng(0).integers(-127, 128, (6, 64), np.int8)
     stored = quantization.read({"weight": codes, "weight_scale": np.array(0.25, np.float32)})
     np.testing.assert_array_equal(stored.values(), codes * np.float32(0.25))
-    assert all(map(np.array_equal, FORMATS["a8w8"].adopt(stored), (codes, np.full(6, 0.25, np.float32))))
+    assert all(map(np.array_equal, FORMATS["a8w8"].store_codes(stored), (codes, np.full(6, 0.25, np.float32))))
 
 
 def test_groups_of_layers_keep_formats_of_their_own(tmp_path):

@@ -10,7 +10,7 @@ from engine.exporting.manifest import DECODER, Manifest
 from engine.graph import load
 from engine.graph.run import run_graph
 from engine.models.config import DecoderConfig
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.ops import reference
 from engine.settings.config import Config
 from tests.checkpoints import make_checkpoint

@@ -24,8 +24,8 @@ from engine.graph import load
 from engine.graph.run import run_graph
 from engine.link.journal import Submission
 from engine.models.adapters import AdapterError, checked, identified
+from engine.models.config_fields import read_json
 from engine.models.families import read_model
-from engine.models.keys import read_json
 from engine.models.vision_inputs import tower_inputs
 from engine.settings.config import Config
 from tests.checkpoints import write_tensors

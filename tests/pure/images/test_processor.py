@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.images.processor import ImageError, ImageProcessor
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from tests.images import PROCESSORS, SIZES, STRIDE, TOKENS, a_processor, an_image
 
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "image_processors.npz")

@@ -10,8 +10,8 @@ from engine.errors import ConfigError
 from engine.executors import check_num_ranks
 from engine.exporting.export import ExportOptions, plan_of
 from engine.exporting.manifest import Manifest
+from engine.models.config_fields import ModelError
 from engine.models.formats import FLOAT32, FORMATS, QUANTIZED
-from engine.models.keys import ModelError
 from engine.models.weights import Shard, weights_of
 from engine.settings.config import Config
 from tests.family_checkpoints import make_checkpoint

@@ -8,8 +8,8 @@ from safetensors.numpy import load_file, save_file
 from engine.dtypes import from_mxfp4
 from engine.exporting.export import ExportOptions, export
 from engine.graph import load
+from engine.models.config_fields import ModelError
 from engine.models.fp4 import with_fp4
-from engine.models.keys import ModelError
 from engine.models.quantization import is_fp8
 from engine.models.stored_tensors import ConcatenatedTensor
 from tests.checkpoints import make_checkpoint

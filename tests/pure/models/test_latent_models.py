@@ -10,7 +10,7 @@ from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
 from engine.models import support
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.models.weights import HeadRows, Share
 from engine.ops import cpu
 from engine.settings.config import Config

@@ -11,9 +11,9 @@ from engine.exporting.export import ExportOptions, export
 from engine.graph import load
 from engine.models import checkpoint as checkpoint_module
 from engine.models.adapters import AdapterError, checked
+from engine.models.config_fields import ModelError
 from engine.models.families import read_model
 from engine.models.formats import FORMATS
-from engine.models.keys import ModelError
 from engine.models.weights import Shard, weights_of
 from tests.family_checkpoints import config_of, make_checkpoint
 from tests.lora_adapters import make_adapter

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from engine.models.config import DecoderConfig
+from engine.models.config_fields import ModelError
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
-from engine.models.keys import ModelError
 from engine.models.weights import Shard, weights_of
 from tests.checkpoints import COMMON, FAMILIES, tensor_list
 

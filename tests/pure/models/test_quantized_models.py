@@ -13,8 +13,8 @@ from engine.exporting.export import QUANT_TYPES, ExportOptions, export
 from engine.exporting.export_options import options_of
 from engine.exporting.manifest import Manifest
 from engine.graph import load
+from engine.models.config_fields import ModelError
 from engine.models.formats import without_cache
-from engine.models.keys import ModelError
 from engine.ops import cpu, reference
 from engine.ops.reference import int4_values
 from engine.settings.config import Config

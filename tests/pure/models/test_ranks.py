@@ -9,9 +9,9 @@ import pytest
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
+from engine.models.config_fields import ModelError
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
-from engine.models.keys import ModelError
 from engine.models.weights import Shard
 from tests.checkpoints import COMMON, FAMILIES, make_checkpoint
 from tests.paged_model import PagedModel

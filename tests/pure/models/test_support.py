@@ -10,8 +10,8 @@ from engine.errors import ConfigError
 from engine.exporting.export import QUANT_TYPES
 from engine.exporting.export_options import options_of
 from engine.models import support
+from engine.models.config_fields import read_json
 from engine.models.families import FAMILIES, read_model
-from engine.models.keys import read_json
 from engine.models.support import NOT_RUN, REFUSED, RUN
 from engine.ops import cpu
 from engine.settings.config import Config

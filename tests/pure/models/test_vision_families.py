@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from engine.models.config_fields import ModelError
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
-from engine.models.keys import ModelError
 from engine.models.vision import WINDOW_ENDS
 from engine.models.vision_checkpoint import with_tower
 from engine.models.vision_inputs import tower_inputs

@@ -9,8 +9,8 @@ import pytest
 from engine import graph
 from engine.errors import ConfigError
 from engine.exporting.manifest import Manifest
+from engine.models.config_fields import ModelError
 from engine.models.families import read_model
-from engine.models.keys import ModelError
 from engine.settings.config import Config
 from server_scripts import dry_run as dry_run_module
 from server_scripts.dry_run import dry_run

@@ -6,7 +6,7 @@ import pytest
 
 import download_model
 from engine.errors import ConfigError
-from engine.models.keys import ModelError
+from engine.models.config_fields import ModelError
 from engine.settings.config import Config
 from server_scripts import model_source, ports
 from tests.server import free_ports

@@ -18,7 +18,7 @@ from engine.ops.cuda.attention import MAX_TILE, Scoring, begun, rows_of, tile_of
 from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.rotate_and_cache import HeadNorm, rotate_and_cache, sizes_of
-from engine.ops.cuda.split_kv import first_seen, merge_unit, merge_units
+from engine.ops.cuda.split_kv import merge_unit, merge_units, window_start
 
 UNIT = 256  # positions
 # Rows of a program's matrix products, positions, and how such a program runs. The order of sums is the same with two
@@ -116,10 +116,10 @@ def _attend(
         position = context + token
         is_in = is_row[:, None] & (d < HEAD_DIM)[None, :]
         q = tl.load(query + row[:, None] * HEAD_DIM + d[None, :], mask=is_in, other=0)
-        begins = first_seen(context + begin, WINDOW) // UNIT
+        begins = window_start(context + begin, WINDOW) // UNIT
         each = tl.cdiv(tl.cdiv(end, UNIT) - begins, SPLITS)
         num_seen_by_all = (context + begin + 1) // TILE  # tiles
-        whole = tl.cdiv(first_seen(end - 1, WINDOW), TILE)  # the first tile whose beginning all rows see
+        whole = tl.cdiv(window_start(end - 1, WINDOW), TILE)  # the first tile whose beginning all rows see
         all_m, all_total = begun(sinks, is_row, 0, GROUP, ROWS, HAS_SINKS)
         all_sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
         table = block_tables + request * table_width
@@ -134,7 +134,7 @@ def _attend(
             seen_from = start
             if WINDOW > 0:
                 seen_from = tl.minimum(tl.maximum(whole, start), stop)
-                for tile in range(tl.maximum(start, first_seen(context + begin, WINDOW) // TILE), seen_from):
+                for tile in range(tl.maximum(start, window_start(context + begin, WINDOW) // TILE), seen_from):
                     m, total, sums = tile_of(
                         q, tiles, table, tile, position, end, scale, softcap, m, total, sums,
                         NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True, WINDOW, HAS_CAP,

@@ -38,7 +38,7 @@ TILES = {
     1024: (InvariantTile(128, 128, 64, 4, 4),) * 3,
 }
 LARGEST = InvariantTile(256, 128, 64, 8, 4)
-TOGETHER = 8  # tiles of rows that go over the same weights at a time
+GROUP_SIZE_M = 8  # tiles of rows that go over the same weights at a time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -81,7 +81,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
         grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
         _multiply[grid](
             rows, weights, x if bias is None else bias, out, num_rows, columns, width, bias is not None, is_copied,
-            width % tile.depth == 0, tile.rows, tile.columns, tile.depth, TOGETHER, num_warps=tile.warps,
+            width % tile.depth == 0, tile.rows, tile.columns, tile.depth, GROUP_SIZE_M, num_warps=tile.warps,
             num_stages=min(tile.stages, room), **PDL,
         )  # fmt: skip
     return out
@@ -98,17 +98,17 @@ def _is_aligned(matrix: Tensor) -> bool:
 def _multiply(
     x, weight, bias, out, num_rows, columns, width,
     HAS_BIAS: tl.constexpr, IS_COPIED: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, TOGETHER: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS x COLUMNS outputs. IS_COPIED says that `x` and `weight` are tensor descriptors, IS_WHOLE that DEPTH
     divides the width.
     """
     begin_next()
-    # TOGETHER tiles of rows go over the columns side by side, so that weights and rows are found in the L2 cache.
+    # GROUP_SIZE_M tiles of rows go over the columns side by side, so that weights and rows are found in the L2 cache.
     num_tiles, num_columns = tl.cdiv(num_rows, ROWS), tl.cdiv(columns, COLUMNS)
-    first = tl.program_id(0) // (TOGETHER * num_columns) * TOGETHER
-    size = tl.minimum(num_tiles - first, TOGETHER)
-    index = tl.program_id(0) % (TOGETHER * num_columns)
+    first = tl.program_id(0) // (GROUP_SIZE_M * num_columns) * GROUP_SIZE_M
+    size = tl.minimum(num_tiles - first, GROUP_SIZE_M)
+    index = tl.program_id(0) % (GROUP_SIZE_M * num_columns)
     first_row, first_column = (first + index % size) * ROWS, index // size * COLUMNS
     m = first_row + tl.arange(0, ROWS)
     n = first_column + tl.arange(0, COLUMNS)

@@ -21,27 +21,28 @@ from engine.ops.cuda.sampler.row import find_largest
 from engine.ops.cuda.sampler.top_k_top_p import apply_threshold
 from engine.ops.sampling_rows import SamplingRows
 
-__all__ = ["CUTS", "Cuts", "report", "sample"]
+__all__ = ["ALL_MODES", "GREEDY", "SamplingMode", "report", "sample"]
 
 
-class Cuts(NamedTuple):
-    """Steps of sampling that some row of a batch needs."""
+class SamplingMode(NamedTuple):
+    """Steps of sampling that some row of a batch needs. A captured graph exists for each mode."""
 
-    draws: bool
+    draws: bool  # otherwise all rows are greedy
     top_k: bool
     top_p: bool
 
     @classmethod
-    def of(cls, rows: SamplingRows) -> Cuts:
+    def of(cls, rows: SamplingRows) -> SamplingMode:
         is_drawn = rows.temperature > 0
         of = is_drawn, is_drawn & (rows.top_k > 0), is_drawn & (rows.top_p < 1)
         return cls(*[bool(each.any()) for each in of])
 
 
-CUTS = Cuts(False, False, False), *[Cuts(True, k, p) for k in (False, True) for p in (False, True)]  # all there are
+GREEDY = SamplingMode(False, False, False)
+ALL_MODES = (GREEDY, *(SamplingMode(True, top_k, top_p) for top_k in (False, True) for top_p in (False, True)))
 
 
-def sample(logits: Tensor, sent: Mapping[str, Tensor], cuts: Cuts, num_logprobs: int = -1) -> dict[str, Tensor]:
+def sample(logits: Tensor, sent: Mapping[str, Tensor], mode: SamplingMode, num_logprobs: int = -1) -> dict[str, Tensor]:
     """Return the fields of SampledRows by name, without log-probabilities if no row wants any.
 
     `logits`, f32 [S, V] with S at least 1, are overwritten. `sent` has the fields of the rows on the same device; those
@@ -50,11 +51,11 @@ def sample(logits: Tensor, sent: Mapping[str, Tensor], cuts: Cuts, num_logprobs:
     own = logits.clone() if num_logprobs >= 0 and changes_logits(sent) else logits
     process_logits(logits, sent)
     found = find_largest(logits, sent["temperature"], sent["min_p"])
-    if cuts.top_k:
+    if mode.top_k:
         apply_threshold(found, sent["top_k"], by_count=True)
-    if cuts.top_p:
+    if mode.top_p:
         apply_threshold(found, sent["top_p"], by_count=False)
-    token_ids = draw(found, sent, some_drawn=cuts.draws)
+    token_ids = draw(found, sent, some_drawn=mode.draws)
     if num_logprobs < 0:
         return {"token_ids": token_ids}
     return {"token_ids": token_ids, **compute_logprobs(own, token_ids, sent["num_logprobs"], num_logprobs)}

@@ -1,4 +1,4 @@
-"""Reads config.json and checks single keys of it. Independent of families of models."""
+"""Reads config.json and checks single fields of it. Independent of families of models."""
 
 from __future__ import annotations
 
