@@ -27,7 +27,7 @@ import numpy as np
 from engine.models.config_fields import read_json
 from engine.models.families import read_model
 from engine.models.formats import FORMATS
-from engine.models.weights import Part, Shard, Weight, weights_of
+from engine.models.weights import Shard, TensorShard, Weight, weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def draw_shares(
     """Return the parameters of a rank: its shares of random matrices, norms of one and biases of zero."""
     import torch
 
-    def whole(part: Part) -> torch.Tensor:
+    def whole(part: TensorShard) -> torch.Tensor:
         if len(part.shape) == 1:
             return torch.full(part.shape, float("norm" in part.tensor), device=device)
         generator = torch.Generator(device).manual_seed(zlib.crc32(part.tensor.encode()))

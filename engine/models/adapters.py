@@ -27,7 +27,7 @@ from engine.models.decoder import Decoder
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
 from engine.models.layers import Linear
-from engine.models.weights import Part, Shard, found_in
+from engine.models.weights import Shard, TensorShard, found_in
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_ALPHA = float(np.finfo(np.float32).max)
@@ -125,7 +125,7 @@ def most_bytes(network: Decoder, max_rank: int) -> int:
     return sum(4 * max_rank * sum(part.rank_shape) for part in _parts(network))
 
 
-def _parts(network: Decoder) -> list[Part]:
+def _parts(network: Decoder) -> list[TensorShard]:
     return [part for linear in found_in(network, Linear) for part in linear.weight.parts]
 
 
@@ -213,7 +213,7 @@ def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], layout: tuple[int,
         del tensors[name]
 
 
-def _check(part: Part, tensors: Mapping[str, np.ndarray], names: list[str], rank: int) -> None:
+def _check(part: TensorShard, tensors: Mapping[str, np.ndarray], names: list[str], rank: int) -> None:
     (num_outputs, num_inputs) = part.shape
     for name, shape in zip(names, ((rank, num_inputs), (num_outputs, rank)), strict=True):
         if name not in tensors:

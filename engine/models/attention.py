@@ -8,9 +8,9 @@ from engine.core.cache_groups import PAGED, SLIDING_WINDOW, CacheGroup
 from engine.dtypes import scale_bytes
 from engine.models.config import DecoderConfig
 from engine.models.kv_cache import LayerCache
-from engine.models.layers import ROWS, Linear, Norm, Place, Rotary, Run, Tensor
+from engine.models.layers import ROWS, LayerScope, Linear, Norm, Rotary, Run, Tensor
 from engine.models.rope import Rope, no_rotation
-from engine.models.weights import Share, Weight
+from engine.models.weights import AxisShard, Weight
 
 HEADS = "heads"  # each head is normalized, before the rotation
 ROTATED_HEADS = "rotated heads"  # each head is normalized, after the rotation
@@ -52,11 +52,11 @@ class Attention:
     sinks: Weight | None = None  # one per query head
 
     @classmethod
-    def of(cls, config: DecoderConfig, place: Place, options: AttentionOptions | None = None) -> Attention:
-        """Build the attention of the layer at `place`."""
-        assert place.layer is not None, "attention belongs to a layer"
+    def of(cls, config: DecoderConfig, scope: LayerScope, options: AttentionOptions | None = None) -> Attention:
+        """Build the attention of the layer in `scope`."""
+        assert scope.layer is not None, "attention belongs to a layer"
         options = options or AttentionOptions()
-        shard, head_dim = place.shard, config.head_dim
+        shard, head_dim = scope.shard, config.head_dim
         heads, kv_heads = shard.heads(config.num_heads), shard.heads(config.num_kv_heads)
         rope = options.rope or config.rope
         pairs = 2 * len(rope.inv_freq) if config.has_rotary_pairs else 0
@@ -68,18 +68,18 @@ class Attention:
         if options.has_gate:
             qkv[0] = "self_attn.q_proj", heads.each(2 * head_dim).part(0, head_dim)
         return cls(
-            qkv_proj=Linear.columns(place, "qkv_proj", qkv, config.hidden_size, options.qkv_bias),
-            norms=_norms(config, place, options, parts),
+            qkv_proj=Linear.columns(scope, "qkv_proj", qkv, config.hidden_size, options.qkv_bias),
+            norms=_norms(config, scope, options, parts),
             rotary=Rotary.of(rope, config.takes_spans),
             unrotated=Rotary.of(no_rotation()) if options.norms == ROTATED_HEADS else None,
-            gate_proj=Linear.columns(place, "gate_proj", gates, config.hidden_size, False) if gates else None,
-            o_proj=Linear.rows(place, "self_attn.o_proj", config.hidden_size, heads.each(head_dim), options.o_bias),
-            cache=LayerCache(place.layer, shard.cache_dtype, cache_shape, group=group),
+            gate_proj=Linear.columns(scope, "gate_proj", gates, config.hidden_size, False) if gates else None,
+            o_proj=Linear.rows(scope, "self_attn.o_proj", config.hidden_size, heads.each(head_dim), options.o_bias),
+            cache=LayerCache(scope.layer, shard.cache_dtype, cache_shape, group=group),
             num_heads=heads.size,
             num_ranks=shard.num_ranks,
             head_dim=head_dim,
             options=options,
-            sinks=place.weight("sinks", [("self_attn.sinks", (heads,))]) if options.has_sinks else None,
+            sinks=scope.weight("sinks", [("self_attn.sinks", (heads,))]) if options.has_sinks else None,
         )
 
     def __call__(self, run: Run, x: Tensor) -> Tensor:
@@ -116,23 +116,23 @@ class Attention:
 
 
 def _norms(
-    config: DecoderConfig, place: Place, options: AttentionOptions, parts: tuple[Share, ...]
+    config: DecoderConfig, scope: LayerScope, options: AttentionOptions, parts: tuple[AxisShard, ...]
 ) -> tuple[Norm, ...]:
     names = [f"self_attn.{name}" for name in options.norm_names] if options.norms else []
     if options.norms != WIDE:
-        return tuple(Norm.of(config, place, name, config.head_dim) for name in names)
+        return tuple(Norm.of(config, scope, name, config.head_dim) for name in names)
     shares = zip(names, parts, strict=False)
-    weights = [place.weight(f"{name.split('.')[1]}.weight", [(f"{name}.weight", (share,))]) for name, share in shares]
+    weights = [scope.weight(f"{name.split('.')[1]}.weight", [(f"{name}.weight", (share,))]) for name, share in shares]
     return tuple(Norm(weight, config.rms_norm_eps) for weight in weights)
 
 
-def _named(parts: tuple[Share, Share, Share], packed: str) -> list[tuple[str, Share]]:
+def _named(parts: tuple[AxisShard, AxisShard, AxisShard], packed: str) -> list[tuple[str, AxisShard]]:
     """Return the names of the tensors that hold queries, keys and values, each with the rank's share."""
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return side_by_side(packed, parts) if packed else list(zip(names, parts, strict=True))
 
 
-def side_by_side(name: str, parts: tuple[Share, ...]) -> list[tuple[str, Share]]:
+def side_by_side(name: str, parts: tuple[AxisShard, ...]) -> list[tuple[str, AxisShard]]:
     """Return, for each part, the name of the tensor that stacks all parts, and the rank's share in that tensor."""
     total, named = sum(part.count for part in parts), []
     start = 0

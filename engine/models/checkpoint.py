@@ -24,7 +24,7 @@ from engine.models.quantize import Codes
 from engine.models.quantized_tensors import FLOATS as DTYPES
 from engine.models.quantized_tensors import Quantization, QuantizedLayer, QuantizedMatrix
 from engine.models.stored_tensors import StoredTensor
-from engine.models.weights import Part, Share, Weight
+from engine.models.weights import AxisShard, TensorShard, Weight
 
 WEIGHTS = ("model.safetensors", "model_state.pdparams")
 TABLE, LM_HEAD = TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -61,7 +61,7 @@ class Checkpoint:
         a, b = self._find(one), self._find(other)
         if (a.get_dtype(), a.get_shape()) != (b.get_dtype(), b.get_shape()) or not a.get_shape():
             return False
-        rows = _steps(Share.whole(a.get_shape()[0]), a.get_shape())
+        rows = _steps(AxisShard.whole(a.get_shape()[0]), a.get_shape())
         return all(a[start:stop].tobytes() == b[start:stop].tobytes() for start, stop in rows)
 
     def rows(self, tensor: str, indices: Collection[int] | None = None) -> np.ndarray:
@@ -162,13 +162,13 @@ class Checkpoint:
         parts = [self._stored(part, weight.format) for part in weight.parts]
         return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
-    def _stored(self, part: Part, format: Format) -> tuple[np.ndarray, ...]:
+    def _stored(self, part: TensorShard, format: Format) -> tuple[np.ndarray, ...]:
         quantized = self._quantized(part.tensor)
         rows, columns = part.axes
         if quantized is None:
             multiple = format.block_rows if isinstance(format, Fp8) else 1
             height = max(1, STORED_AT_ONCE // max(1, columns.size * multiple)) * multiple
-            parts = [Part(part.tensor, (piece, columns)) for piece in rows.pieces(height)]
+            parts = [TensorShard(part.tensor, (piece, columns)) for piece in rows.pieces(height)]
             of_parts = [format.store(self.read(Weight(each.tensor, (each,), format))) for each in parts]
             return tuple(np.concatenate(arrays) for arrays in zip(*of_parts, strict=True))
         try:
@@ -190,7 +190,7 @@ class Checkpoint:
         return tuple(_filled_up(array, zeros) for array, zeros in zip(stored, wanted, strict=True))
 
     @staticmethod
-    def _check_codes(codes: Codes, part: Part, quantized: QuantizedMatrix) -> None:
+    def _check_codes(codes: Codes, part: TensorShard, quantized: QuantizedMatrix) -> None:
         if codes.codes.shape != part.shape:
             raise ModelError(f"has codes for {codes.codes.shape}, config.json asks for {part.shape}")
         expected = quantized.method.num_groups(part.shape[1]) if isinstance(quantized, QuantizedLayer) else 0
@@ -221,7 +221,7 @@ class Checkpoint:
             row += part.rank_shape[0]
         return result + np.float32(weight.offset) if weight.offset else result
 
-    def _read_part(self, part: Part, target: np.ndarray) -> None:
+    def _read_part(self, part: TensorShard, target: np.ndarray) -> None:
         tensor, (rows, *columns) = self._find(part.tensor), part.axes
         inner = tuple(slice(share.start, share.stop) for share in columns)
         filled = tuple(slice(share.stop - share.start) for share in columns)
@@ -231,7 +231,7 @@ class Checkpoint:
                 place = (slice(start - rows.start, stop - rows.start), *filled)
                 target[place] = tensor[source]
 
-    def _check(self, part: Part) -> None:
+    def _check(self, part: TensorShard) -> None:
         tensor = self._find(part.tensor)
         shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
         if shape != part.shape:
@@ -320,7 +320,7 @@ def _open(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{path} ({size} bytes) is cut off or no safetensors file: {error}") from None
 
 
-def _steps(rows: Share, shape: Collection[int]) -> Iterator[tuple[int, int]]:
+def _steps(rows: AxisShard, shape: Collection[int]) -> Iterator[tuple[int, int]]:
     """Yield the first row and the end of each piece of at most READ_AT_ONCE elements."""
     num_rows, *inner = shape
     at_once = max(1, READ_AT_ONCE // max(1, int(np.prod(inner))))

@@ -23,9 +23,9 @@ from engine.models.layers import (
     STATES,
     Embedding,
     Head,
+    LayerScope,
     Linear,
     Norm,
-    Place,
     Rotary,
     Run,
     Tensor,
@@ -59,7 +59,7 @@ class DecoderLayer:
     def of(
         cls,
         config: DecoderConfig,
-        place: Place,
+        scope: LayerScope,
         parts: tuple[Mixer, GatedMlp | Mlp | Mixture],
         norms: tuple[str, str, str, str] = PRE_NORM,
         kind: type[Norm] = Norm,
@@ -69,7 +69,7 @@ class DecoderLayer:
         `norms` are the checkpoint's names, without `_layernorm`, of the norms before and after the mixer and before
         and after the MLP. An empty name stands for no norm. `kind` is the class of the norms.
         """
-        made = [kind.of(config, place, f"{name}_layernorm") if name else None for name in norms]
+        made = [kind.of(config, scope, f"{name}_layernorm") if name else None for name in norms]
         return cls(made[0], parts[0], made[1], made[2], parts[1], made[3], config.residual_multiplier)
 
     def __call__(
@@ -119,16 +119,16 @@ class Decoder:
 
     @classmethod
     def of(
-        cls, config: DecoderConfig, shard: Shard, layer: Callable[[Place], DecoderLayer], norm: type[Norm] = Norm
+        cls, config: DecoderConfig, shard: Shard, layer: Callable[[LayerScope], DecoderLayer], norm: type[Norm] = Norm
     ) -> Decoder:
-        """Build the decoder of one rank. `layer` builds the layer at a place. Raises ModelError if the heads cannot be
+        """Build the decoder of one rank. `layer` builds the layer in a scope. Raises ModelError if the heads cannot be
         divided among the ranks."""
         check_ranks(config, shard.num_ranks)
-        top = Place(shard)
+        top = LayerScope(shard)
         embedding = Embedding.of(config, top)
         return cls(
             embedding=embedding,
-            layers=tuple(layer(Place(shard, i)) for i in range(config.num_layers)),
+            layers=tuple(layer(LayerScope(shard, i)) for i in range(config.num_layers)),
             norm=norm.of(config, top, "norm"),
             head=Head.of(config, embedding, head_format(shard.format, shard.dtype)),
             num_deepstack_layers=config.num_deepstack_layers,

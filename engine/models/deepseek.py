@@ -10,7 +10,7 @@ from engine.models.config import read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
 from engine.models.latent_attention import LatentAttention, LatentOptions, read_latent, with_rotated_dim
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mixture_config import deepseek_mixture, mistral_mixture, softmax_mixture
 from engine.models.mtp import DEEPSEEK, MtpFamily
 from engine.models.weights import Shard
@@ -38,9 +38,9 @@ class DeepseekV2(MtpFamily):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self.layer)
 
-    def layer(self, place: Place) -> DecoderLayer:
-        parts = LatentAttention.of(self, place, self.latent), mlp_of(self, place, self.mlp_bias)
-        return DecoderLayer.of(self, place, parts)
+    def layer(self, scope: LayerScope) -> DecoderLayer:
+        parts = LatentAttention.of(self, scope, self.latent), mlp_of(self, scope, self.mlp_bias)
+        return DecoderLayer.of(self, scope, parts)
 
 
 class DeepseekV3(DeepseekV2):

@@ -20,12 +20,23 @@ from engine.models.config import DECODER, DecoderConfig
 from engine.models.config_fields import ModelError, an_object, read_json, whole_number
 from engine.models.decoder import Decoder, DecoderLayer, check_ranks
 from engine.models.formats import head_format
-from engine.models.layers import LOGIT_ROWS, PREVIOUS_STATES, Embedding, Head, Linear, Network, Norm, Place, Run, Tensor
+from engine.models.layers import (
+    LOGIT_ROWS,
+    PREVIOUS_STATES,
+    Embedding,
+    Head,
+    LayerScope,
+    Linear,
+    Network,
+    Norm,
+    Run,
+    Tensor,
+)
 from engine.models.llama import Llama
 from engine.models.mlp import GatedMlp
 from engine.models.mtp import DraftDecoder, input_part
 from engine.models.stored_tensors import StoredTensor
-from engine.models.weights import Part, Shard, Share, Weight
+from engine.models.weights import AxisShard, Shard, TensorShard, Weight
 
 EAGLE3_GRAPH = "eagle3"  # name of the graph that drafts
 FILE = "eagle3.npy"  # i32 [draft_vocab_size]: the token of the model for each token of the head
@@ -88,7 +99,7 @@ class Eagle3Head:
 
     def networks(self, network: Decoder, shard: Shard) -> dict[str, Network]:
         """Return the network of the model, which also returns what the head reads, and that of the head."""
-        top, size = Place(shard, prefix=PREFIX), self.config.hidden_size
+        top, size = LayerScope(shard, prefix=PREFIX), self.config.hidden_size
         projections = tuple(
             (layer, input_part(top, "fc", size, (NUM_STATES, index))) for index, layer in enumerate(self.layer_ids)
         )
@@ -197,8 +208,8 @@ class Eagle3Decoder(DraftDecoder):
         """Build the network of a rank. `embedding` is that of the model. Raises ModelError if the attention heads
         cannot be divided among the ranks."""
         check_ranks(head.config, shard.num_ranks, " of the EAGLE-3 head")
-        config, top = head.config, Place(shard, prefix=PREFIX)
-        block = Place(shard, 0, f"{PREFIX}layers.0.")
+        config, top = head.config, LayerScope(shard, prefix=PREFIX)
+        block = LayerScope(shard, 0, f"{PREFIX}layers.0.")
         options = AttentionOptions(qkv_bias=config.attention_bias, o_bias=config.output_bias)
         attention = Attention.of(config, block, options)
         rotary = attention.rotary.inv_freq  # another one than the model's, with which the graph shares its parameters
@@ -209,10 +220,10 @@ class Eagle3Decoder(DraftDecoder):
         )
         embedding = replace(embedding, multiplier=1.0, takes_spans=False)  # as the MTP layer, without those of images
         embedding = Embedding.of(config, top) if head.has_table else embedding
-        vocab = (shard.share(head.draft_vocab_size), Share.whole(config.hidden_size))
+        vocab = (shard.share(head.draft_vocab_size), AxisShard.whole(config.hidden_size))
         table = Weight(
             f"{PREFIX}lm_head.weight",
-            (Part(f"{PREFIX}lm_head.weight", vocab),),
+            (TensorShard(f"{PREFIX}lm_head.weight", vocab),),
             head_format(shard.format, shard.dtype),
         )
         return cls(
@@ -241,8 +252,8 @@ def _of_two_inputs(linear: Linear, size: int) -> TwoInputLinear:
     """Return the layer with twice as many inputs, `size` of them from each vector."""
 
     def half(index: int) -> Weight:
-        weight, columns = linear.weight, Share.whole(size).within(2 * size, index * size)
-        parts = tuple(Part(part.tensor, (part.axes[0], columns)) for part in weight.parts)
+        weight, columns = linear.weight, AxisShard.whole(size).within(2 * size, index * size)
+        parts = tuple(TensorShard(part.tensor, (part.axes[0], columns)) for part in weight.parts)
         return replace(weight, name=weight.name.replace(".weight", f".{index}.weight"), parts=parts)
 
     return TwoInputLinear(weight=half(0), bias=linear.bias, second=Linear(half(1), None))

@@ -10,7 +10,7 @@ from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mtp import ERNIE, MtpFamily, MtpLayout
 from engine.models.weights import Shard
 
@@ -33,6 +33,6 @@ class Ernie45(MtpFamily):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self.layer)
 
-    def layer(self, place: Place) -> DecoderLayer:
-        attention = Attention.of(self, place, AttentionOptions(self.use_bias, self.use_bias))
-        return DecoderLayer.of(self, place, (attention, mlp_of(self, place, self.use_bias)))
+    def layer(self, scope: LayerScope) -> DecoderLayer:
+        attention = Attention.of(self, scope, AttentionOptions(self.use_bias, self.use_bias))
+        return DecoderLayer.of(self, scope, (attention, mlp_of(self, scope, self.use_bias)))

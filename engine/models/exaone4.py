@@ -10,7 +10,7 @@ from engine.models.attention import HEADS, Attention, AttentionOptions
 from engine.models.config import DecoderConfig, layer_windows, read_decoder
 from engine.models.config_fields import whole_number
 from engine.models.decoder import POST_NORM, Decoder, DecoderLayer
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mlp import GatedMlp
 from engine.models.rope import no_rotation
 from engine.models.weights import Shard
@@ -37,8 +37,8 @@ class Exaone4(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
-        assert place.layer is not None
-        rope = no_rotation() if self.has_windows and not self.slides[place.layer] else self.rope
-        options = AttentionOptions(norms=HEADS, rope=rope, window=self.window(place.layer))
-        return DecoderLayer.of(self, place, (Attention.of(self, place, options), GatedMlp.of(self, place)), POST_NORM)
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
+        assert scope.layer is not None
+        rope = no_rotation() if self.has_windows and not self.slides[scope.layer] else self.rope
+        options = AttentionOptions(norms=HEADS, rope=rope, window=self.window(scope.layer))
+        return DecoderLayer.of(self, scope, (Attention.of(self, scope, options), GatedMlp.of(self, scope)), POST_NORM)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from engine.models.config import DecoderConfig
 from engine.models.formats import FLOAT32
-from engine.models.layers import Place, Run, Tensor
+from engine.models.layers import LayerScope, Run, Tensor
 from engine.models.mixture_config import MixtureConfig
 from engine.models.mlp import GatedMlp
-from engine.models.weights import Share, Weight
+from engine.models.weights import AxisShard, Weight
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,23 @@ class Mixture:
     is_partial: bool  # each rank computes a part of the sum over the intermediate size or over the experts
 
     @classmethod
-    def of(cls, config: DecoderConfig, place: Place) -> Mixture:
-        """Build the mixture of the layer at `place`."""
-        mixture, shard = config.mixture, place.shard
+    def of(cls, config: DecoderConfig, scope: LayerScope) -> Mixture:
+        """Build the mixture of the layer in `scope`."""
+        mixture, shard = config.mixture, scope.shard
         assert mixture is not None, "the model has mixtures of experts"
-        experts, hidden = Share.whole(mixture.num_experts), Share.whole(config.hidden_size)
+        experts, hidden = AxisShard.whole(mixture.num_experts), AxisShard.whole(config.hidden_size)
         size, router = mixture.intermediate_size, f"{mixture.block}.{mixture.router}"
-        of_experts = place.of_experts.shard
+        of_experts = scope.of_experts.shard
         inner = (replace(of_experts, rank=0, num_ranks=1) if shard.expert_parallel else of_experts).inner(size)
         gate, up, down = mixture.projections
         choice_bias = [(f"{mixture.block}.{mixture.choice_bias}", (experts,))]
         return cls(
-            router=place.weight("router.weight", [(f"{router}.weight", (experts, hidden))]),
-            router_bias=place.weight("router.bias", [(f"{router}.bias", (experts,))]) if mixture.has_bias else None,
-            choice_bias=place.weight("router.choice_bias", choice_bias) if mixture.choice_bias else None,
-            gate_up_proj=_stack(mixture, place, "gate_up_proj", {gate: (inner, hidden), up: (inner, hidden)}),
-            down_proj=_stack(mixture, place, "down_proj", {down: (hidden, inner)}),
-            shared=_shared(config, mixture, place),
+            router=scope.weight("router.weight", [(f"{router}.weight", (experts, hidden))]),
+            router_bias=scope.weight("router.bias", [(f"{router}.bias", (experts,))]) if mixture.has_bias else None,
+            choice_bias=scope.weight("router.choice_bias", choice_bias) if mixture.choice_bias else None,
+            gate_up_proj=_stack(mixture, scope, "gate_up_proj", {gate: (inner, hidden), up: (inner, hidden)}),
+            down_proj=_stack(mixture, scope, "down_proj", {down: (hidden, inner)}),
+            shared=_shared(config, mixture, scope),
             mixture=mixture,
             experts=shard.experts(mixture.num_experts),
             is_partial=shard.num_ranks > 1,
@@ -98,41 +98,43 @@ def is_stack(name: str) -> bool:
     return name.endswith((".experts.gate_up_proj.weight", ".experts.down_proj.weight"))
 
 
-def mlp_of(config: DecoderConfig, place: Place, bias: bool = False) -> GatedMlp | Mixture:
-    """Return the mixture of experts of the layer at `place`, or its MLP if it has none."""
-    assert place.layer is not None
-    if config.mixture and config.mixture.layers[place.layer]:
-        return Mixture.of(config, place)
-    return GatedMlp.of(config, place, bias)
+def mlp_of(config: DecoderConfig, scope: LayerScope, bias: bool = False) -> GatedMlp | Mixture:
+    """Return the mixture of experts of the layer in `scope`, or its MLP if it has none."""
+    assert scope.layer is not None
+    if config.mixture and config.mixture.layers[scope.layer]:
+        return Mixture.of(config, scope)
+    return GatedMlp.of(config, scope, bias)
 
 
-def _stack(mixture: MixtureConfig, place: Place, name: str, parts: Mapping[str, tuple[Share, Share]]) -> Stack:
+def _stack(
+    mixture: MixtureConfig, scope: LayerScope, name: str, parts: Mapping[str, tuple[AxisShard, AxisShard]]
+) -> Stack:
     """Return the matrices `parts` of the experts of this rank: those of an expert one after another."""
-    place = place.of_experts
+    scope = scope.of_experts
     of_experts = [
         (f"{mixture.block}.experts.{expert}.{tensor}", axes)
-        for expert in place.shard.experts(mixture.num_experts)
+        for expert in scope.shard.experts(mixture.num_experts)
         for tensor, axes in parts.items()
     ]
     weights = [(f"{tensor}.weight", axes) for tensor, axes in of_experts]
-    biases = [(f"{tensor}.bias", _rows_of_bias(place, axes)) for tensor, axes in of_experts]
-    weight = place.weight(f"experts.{name}.weight", weights, place.shard.format)
-    return Stack(weight, place.weight(f"experts.{name}.bias", biases) if mixture.has_bias else None)
+    biases = [(f"{tensor}.bias", _rows_of_bias(scope, axes)) for tensor, axes in of_experts]
+    weight = scope.weight(f"experts.{name}.weight", weights, scope.shard.format)
+    return Stack(weight, scope.weight(f"experts.{name}.bias", biases) if mixture.has_bias else None)
 
 
-def _rows_of_bias(place: Place, axes: tuple[Share, Share]) -> tuple[Share]:
+def _rows_of_bias(scope: LayerScope, axes: tuple[AxisShard, AxisShard]) -> tuple[AxisShard]:
     """Return the share of a bias. If ranks share the inputs, only the first rank adds it: the others have zeros."""
     rows, columns = axes
-    is_added_here = columns.size >= columns.count or place.shard.rank == 0
+    is_added_here = columns.size >= columns.count or scope.shard.rank == 0
     return (rows if is_added_here else replace(rows, stop=rows.start),)
 
 
-def _shared(config: DecoderConfig, mixture: MixtureConfig, place: Place) -> SharedExpert | None:
+def _shared(config: DecoderConfig, mixture: MixtureConfig, scope: LayerScope) -> SharedExpert | None:
     if not mixture.shared:
         return None
-    mlp = GatedMlp.shared(config, place, f"{mixture.block}.{mixture.shared}", mixture.shared_size)
+    mlp = GatedMlp.shared(config, scope, f"{mixture.block}.{mixture.shared}", mixture.shared_size)
     if not mixture.shared_gate:
         return SharedExpert(mlp, None)
-    axes = (Share.whole(1), Share.whole(config.hidden_size))
-    gate = place.weight("shared_gate.weight", [(f"{mixture.block}.{mixture.shared_gate}.weight", axes)], FLOAT32)
+    axes = (AxisShard.whole(1), AxisShard.whole(config.hidden_size))
+    gate = scope.weight("shared_gate.weight", [(f"{mixture.block}.{mixture.shared_gate}.weight", axes)], FLOAT32)
     return SharedExpert(mlp, gate)

@@ -14,7 +14,7 @@ import numpy as np
 from engine.dtypes import FP8_BLOCK, FP8_VALUES
 from engine.models.config_fields import ModelError
 from engine.models.stored_tensors import StoredTensor, slices
-from engine.models.weights import Share
+from engine.models.weights import AxisShard
 
 FP8 = "F8_E4M3"  # as safetensors spells it; safetensors cannot convert it to numpy
 SCALES = ("_scale", "_scale_inv")  # suffixes of names; the numbers are multiplied by either kind of scale
@@ -56,7 +56,7 @@ class ScaledFp8Tensor:
         rows, columns = (np.arange(k.start, k.stop) // side for k, side in zip(keys, self.sides, strict=True))
         return FP8_VALUES[self.numbers[keys]] * self.scale[rows[:, None], columns]
 
-    def share(self, rows: Share, columns: Share) -> tuple[np.ndarray, np.ndarray]:
+    def share(self, rows: AxisShard, columns: AxisShard) -> tuple[np.ndarray, np.ndarray]:
         """Return a rank's part for `linear_fp8`: numbers u8 [N, K] and scales f32 [N, 1 or K / 128], padded with zeros.
 
         Raises ModelError if the columns have several scales, but do not begin at a block of 128.

@@ -13,11 +13,11 @@ from engine.models.config import DecoderConfig
 from engine.models.config_fields import ModelError, whole_number
 from engine.models.formats import FORMATS
 from engine.models.kv_cache import LayerCache
-from engine.models.layers import ROWS, Linear, Place, Run, Tensor
-from engine.models.weights import Share, Weight
+from engine.models.layers import ROWS, LayerScope, Linear, Run, Tensor
+from engine.models.weights import AxisShard, Weight
 from engine.ops.catalogue_states import conv_lines, delta_lines
 
-Parts = list[tuple[str, Share]]
+Parts = list[tuple[str, AxisShard]]
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class GatedDeltaNet:
     sizes: DeltaNetOptions  # of this rank
 
     @classmethod
-    def of(cls, config: DecoderConfig, place: Place, options: DeltaNetOptions) -> GatedDeltaNet:
-        """Build the mixer of the layer at `place`. Raises ModelError if the heads cannot be divided among the ranks."""
-        assert place.layer is not None, "a mixer belongs to a layer"
-        shard, dim, hidden = place.shard, options.head_dim, config.hidden_size
+    def of(cls, config: DecoderConfig, scope: LayerScope, options: DeltaNetOptions) -> GatedDeltaNet:
+        """Build the mixer of the layer in `scope`. Raises ModelError if the heads cannot be divided among the ranks."""
+        assert scope.layer is not None, "a mixer belongs to a layer"
+        shard, dim, hidden = scope.shard, options.head_dim, config.hidden_size
         if options.num_k_heads % shard.num_ranks:
             raise ModelError(
                 f"num_ranks (MP_NUM) is {shard.num_ranks}, it must divide linear_num_key_heads, which is"
@@ -71,22 +71,22 @@ class GatedDeltaNet:
             )
         k_heads, v_heads = shard.heads(options.num_k_heads), shard.heads(options.num_v_heads)
         parts = k_heads.each(dim), k_heads.each(dim), v_heads.each(dim)
-        plain = replace(place, shard=replace(shard, format=FORMATS[shard.dtype]))  # decays need more than a few bits
+        plain = replace(scope, shard=replace(shard, format=FORMATS[shard.dtype]))  # decays need more than a few bits
         qkv, z, gates = (_in_groups if options.is_grouped else _in_parts)(dim, k_heads, v_heads)
-        taps = Share.whole(1), Share.whole(options.num_taps)
+        taps = AxisShard.whole(1), AxisShard.whole(options.num_taps)
         conv = [(f"{name}.weight", (rows, *taps)) for name, rows in side_by_side("linear_attn.conv1d", parts)]
         num_lines = conv_lines(sum(part.size for part in parts), dim) + delta_lines(k_heads.size, v_heads.size, dim)
         return cls(
-            Linear.columns(place, "qkv_proj", qkv, hidden, False),
-            Linear.columns(place, "z_proj", z, hidden, False),
+            Linear.columns(scope, "qkv_proj", qkv, hidden, False),
+            Linear.columns(scope, "z_proj", z, hidden, False),
             Linear.columns(plain, "ba_proj", gates, hidden, False),
-            place.weight("conv1d.weight", conv),
-            place.weight("A_log", [("linear_attn.A_log", (v_heads.each(1),))]),
-            place.weight("dt_bias", [("linear_attn.dt_bias", (v_heads.each(1),))]),
-            place.weight("delta_norm.weight", [("linear_attn.norm.weight", (Share.whole(dim),))]),
+            scope.weight("conv1d.weight", conv),
+            scope.weight("A_log", [("linear_attn.A_log", (v_heads.each(1),))]),
+            scope.weight("dt_bias", [("linear_attn.dt_bias", (v_heads.each(1),))]),
+            scope.weight("delta_norm.weight", [("linear_attn.norm.weight", (AxisShard.whole(dim),))]),
             config.rms_norm_eps,
-            Linear.rows(place, "linear_attn.out_proj", hidden, v_heads.each(dim), False),
-            LayerCache(place.layer, "float32", (num_lines, dim), ("line", "element"), CacheGroup(STATE)),
+            Linear.rows(scope, "linear_attn.out_proj", hidden, v_heads.each(dim), False),
+            LayerCache(scope.layer, "float32", (num_lines, dim), ("line", "element"), CacheGroup(STATE)),
             replace(options, num_k_heads=k_heads.size, num_v_heads=v_heads.size),
         )
 
@@ -105,14 +105,14 @@ class GatedDeltaNet:
         return run.ops.gated_rms_norm(out, self.z_proj(run, x), run.params[self.norm.name], epsilon=self.epsilon)
 
 
-def _in_parts(dim: int, k_heads: Share, v_heads: Share) -> tuple[Parts, Parts, Parts]:
+def _in_parts(dim: int, k_heads: AxisShard, v_heads: AxisShard) -> tuple[Parts, Parts, Parts]:
     """Return the tensors of the projections qkv, z and ba of Qwen3.5, each with the rank's share."""
     parts = k_heads.each(dim), k_heads.each(dim), v_heads.each(dim)
     gates = [(f"linear_attn.in_proj_{name}", v_heads.each(1)) for name in "ba"]
     return side_by_side("linear_attn.in_proj_qkv", parts), [("linear_attn.in_proj_z", v_heads.each(dim))], gates
 
 
-def _in_groups(dim: int, k_heads: Share, v_heads: Share) -> tuple[Parts, Parts, Parts]:
+def _in_groups(dim: int, k_heads: AxisShard, v_heads: AxisShard) -> tuple[Parts, Parts, Parts]:
     """Return the same of Qwen3-Next: for each key head, the rows of q, k, v and z, and those of b and a, follow one
     another."""
     each = v_heads.size // k_heads.size  # value heads of a key head

@@ -10,7 +10,7 @@ from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import GELU, DecoderConfig, layer_windows, read_decoder
 from engine.models.config_fields import number, whole_number
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
@@ -39,12 +39,12 @@ class Gemma2(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
         options = AttentionOptions(
-            scale=self.query_scale, window=self.window(place.layer), softcap=self.attention_softcap
+            scale=self.query_scale, window=self.window(scope.layer), softcap=self.attention_softcap
         )
-        mlp = GatedMlp.of(self, place, activation="geglu")
-        return DecoderLayer.of(self, place, (Attention.of(self, place, options), mlp), NORMS)
+        mlp = GatedMlp.of(self, scope, activation="geglu")
+        return DecoderLayer.of(self, scope, (Attention.of(self, scope, options), mlp), NORMS)
 
 
 def _is_set(keys: Mapping[str, Any], which: str) -> bool:

@@ -11,7 +11,7 @@ from engine.models.config import GELU, DecoderConfig, layer_windows, read_decode
 from engine.models.config_fields import ModelError, number, whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.gemma2 import NORMS
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mlp import GatedMlp
 from engine.models.rope import ropes_by_layer_type
 from engine.models.weights import Shard
@@ -46,8 +46,8 @@ class Gemma3(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
-        rope, window = self.rope_of(place.layer), self.window(place.layer)
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
+        rope, window = self.rope_of(scope.layer), self.window(scope.layer)
         options = AttentionOptions(norms=HEADS, rope=rope, scale=self.query_scale, window=window)
-        mlp = GatedMlp.of(self, place, activation="geglu")
-        return DecoderLayer.of(self, place, (Attention.of(self, place, options), mlp), NORMS)
+        mlp = GatedMlp.of(self, scope, activation="geglu")
+        return DecoderLayer.of(self, scope, (Attention.of(self, scope, options), mlp), NORMS)

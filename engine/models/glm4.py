@@ -9,7 +9,7 @@ from typing import Any
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
@@ -31,7 +31,7 @@ class Glm4(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
-        attention = Attention.of(self, place, AttentionOptions(qkv_bias=self.attention_bias))
-        mlp = GatedMlp.of(self, place, packed="mlp.gate_up_proj")
-        return DecoderLayer.of(self, place, (attention, mlp), NORMS)
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
+        attention = Attention.of(self, scope, AttentionOptions(qkv_bias=self.attention_bias))
+        mlp = GatedMlp.of(self, scope, packed="mlp.gate_up_proj")
+        return DecoderLayer.of(self, scope, (attention, mlp), NORMS)

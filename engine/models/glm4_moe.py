@@ -10,7 +10,7 @@ from engine.models.attention import HEADS, Attention, AttentionOptions
 from engine.models.config import read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mixture_config import deepseek_mixture
 from engine.models.mtp import DEEPSEEK, MtpFamily, MtpLayout
 from engine.models.weights import Shard
@@ -40,7 +40,7 @@ class Glm4Moe(MtpFamily):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self.layer)
 
-    def layer(self, place: Place) -> DecoderLayer:
-        norms, window = HEADS if self.has_head_norms else "", self.window(place.layer)
+    def layer(self, scope: LayerScope) -> DecoderLayer:
+        norms, window = HEADS if self.has_head_norms else "", self.window(scope.layer)
         options = AttentionOptions(self.attention_bias, self.output_bias, norms=norms, window=window)
-        return DecoderLayer.of(self, place, (Attention.of(self, place, options), mlp_of(self, place)))
+        return DecoderLayer.of(self, scope, (Attention.of(self, scope, options), mlp_of(self, scope)))

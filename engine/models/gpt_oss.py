@@ -11,7 +11,7 @@ from engine.models.config import DecoderConfig, layer_windows, read_decoder
 from engine.models.config_fields import number, whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mixture_config import Activation, MixtureConfig, Routing, mixture_layers
 from engine.models.weights import Shard
 from engine.ops.catalogue_experts import SOFTMAX_OF_CHOSEN
@@ -48,7 +48,7 @@ class GptOss(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
-        bias, window = self.attention_bias, self.window(place.layer)
-        attention = Attention.of(self, place, AttentionOptions(bias, bias, window=window, has_sinks=True))
-        return DecoderLayer.of(self, place, (attention, mlp_of(self, place)))
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
+        bias, window = self.attention_bias, self.window(scope.layer)
+        attention = Attention.of(self, scope, AttentionOptions(bias, bias, window=window, has_sinks=True))
+        return DecoderLayer.of(self, scope, (attention, mlp_of(self, scope)))

@@ -11,7 +11,7 @@ from engine.models.config import DecoderConfig, read_decoder
 from engine.models.config_fields import number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mixture_config import MixtureConfig
 from engine.models.weights import Shard
 
@@ -45,7 +45,7 @@ class Granite(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
         bias = self.attention_bias
-        attention = Attention.of(self, place, AttentionOptions(bias, bias, scale=self.attention_multiplier))
-        return DecoderLayer.of(self, place, (attention, mlp_of(self, place, self.mlp_bias)))
+        attention = Attention.of(self, scope, AttentionOptions(bias, bias, scale=self.attention_multiplier))
+        return DecoderLayer.of(self, scope, (attention, mlp_of(self, scope, self.mlp_bias)))

@@ -9,7 +9,7 @@ from typing import Any
 from engine.models.attention import ROTATED_HEADS, Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
@@ -28,7 +28,7 @@ class HunYuan(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
         bias = self.attention_bias
         options = AttentionOptions(bias, bias, norms=ROTATED_HEADS, norm_names=("query_layernorm", "key_layernorm"))
-        return DecoderLayer.of(self, place, (Attention.of(self, place, options), GatedMlp.of(self, place)))
+        return DecoderLayer.of(self, scope, (Attention.of(self, scope, options), GatedMlp.of(self, scope)))

@@ -16,8 +16,8 @@ from engine.dtypes import latent_groups
 from engine.models.config_fields import ModelError, an_object, number, whole_number
 from engine.models.formats import FORMATS
 from engine.models.kv_cache import BLOCK, POSITION, LayerCache
-from engine.models.layers import ROWS, Linear, Norm, Place, Rotary, Run, Tensor
-from engine.models.weights import HeadRows, Share, Weight
+from engine.models.layers import ROWS, LayerScope, Linear, Norm, Rotary, Run, Tensor
+from engine.models.weights import AxisShard, HeadSlice, Weight
 
 if TYPE_CHECKING:
     from engine.models.config import DecoderConfig  # needed for annotations only
@@ -92,31 +92,31 @@ class LatentAttention:
     options: LatentOptions
 
     @classmethod
-    def of(cls, config: DecoderConfig, place: Place, options: LatentOptions) -> LatentAttention:
-        """Build the attention of the layer at `place`. Raises ModelError for sizes that an int8 cache cannot have."""
-        assert place.layer is not None, "attention belongs to a layer"
-        shard, sizes = place.shard, options
+    def of(cls, config: DecoderConfig, scope: LayerScope, options: LatentOptions) -> LatentAttention:
+        """Build the attention of the layer in `scope`. Raises ModelError for sizes that an int8 cache cannot have."""
+        assert scope.layer is not None, "attention belongs to a layer"
+        shard, sizes = scope.shard, options
         heads, pairs = shard.heads(config.num_heads), sizes.rope_dim if config.has_rotary_pairs else 0
         query = heads.each(sizes.nope_dim + sizes.rope_dim, pairs, sizes.nope_dim)
         width = sizes.kv_rank + sizes.rope_dim
         row_width = width + (_scale_bytes(sizes) if shard.has_int8_cache else 0)
-        latent = Share.whole(1).each(width, pairs, sizes.kv_rank)
+        latent = AxisShard.whole(1).each(width, pairs, sizes.kv_rank)
         hidden, has_bias = config.hidden_size, sizes.has_bias
-        q_a = [("self_attn.q_a_proj", Share.whole(sizes.q_rank))]
+        q_a = [("self_attn.q_a_proj", AxisShard.whole(sizes.q_rank))]
         query_name, num_inputs = ("q_b_proj", sizes.q_rank) if sizes.q_rank else ("q_proj", hidden)
         latent_name = "kv_a_proj_with_mqa"
-        keys, values = _key_and_value(place, heads, sizes)
+        keys, values = _key_and_value(scope, heads, sizes)
         return cls(
-            q_a_proj=Linear.columns(place, "q_a_proj", q_a, hidden, has_bias) if sizes.q_rank else None,
-            q_a_norm=_norm(config, place, "q_a_layernorm", sizes.q_rank) if sizes.q_rank else None,
-            q_proj=Linear.columns(place, query_name, [(f"self_attn.{query_name}", query)], num_inputs, False),
-            kv_a_proj=Linear.columns(place, latent_name, [(f"self_attn.{latent_name}", latent)], hidden, has_bias),
-            kv_a_norm=_norm(config, place, "kv_a_layernorm", sizes.kv_rank),
+            q_a_proj=Linear.columns(scope, "q_a_proj", q_a, hidden, has_bias) if sizes.q_rank else None,
+            q_a_norm=_norm(config, scope, "q_a_layernorm", sizes.q_rank) if sizes.q_rank else None,
+            q_proj=Linear.columns(scope, query_name, [(f"self_attn.{query_name}", query)], num_inputs, False),
+            kv_a_proj=Linear.columns(scope, latent_name, [(f"self_attn.{latent_name}", latent)], hidden, has_bias),
+            kv_a_norm=_norm(config, scope, "kv_a_layernorm", sizes.kv_rank),
             key_weight=keys,
             value_weight=values,
             rotary=Rotary.of(config.rope),
-            o_proj=Linear.rows(place, "self_attn.o_proj", hidden, heads.each(sizes.v_dim), has_bias),
-            cache=LayerCache(place.layer, shard.cache_dtype, (-1, shard.block_size, row_width), AXES, CacheGroup()),
+            o_proj=Linear.rows(scope, "self_attn.o_proj", hidden, heads.each(sizes.v_dim), has_bias),
+            cache=LayerCache(scope.layer, shard.cache_dtype, (-1, shard.block_size, row_width), AXES, CacheGroup()),
             num_heads=heads.size,
             options=options,
         )
@@ -149,14 +149,14 @@ def _scale_bytes(sizes: LatentOptions) -> int:
     return 2 * len(latent_groups(sizes.kv_rank, sizes.rope_dim))
 
 
-def _norm(config: DecoderConfig, place: Place, name: str, size: int) -> Norm:
-    return replace(Norm.of(config, place, f"self_attn.{name}", size), epsilon=NORM_EPSILON)
+def _norm(config: DecoderConfig, scope: LayerScope, name: str, size: int) -> Norm:
+    return replace(Norm.of(config, scope, f"self_attn.{name}", size), epsilon=NORM_EPSILON)
 
 
-def _key_and_value(place: Place, heads: Share, sizes: LatentOptions) -> tuple[Weight, Weight]:
+def _key_and_value(scope: LayerScope, heads: AxisShard, sizes: LatentOptions) -> tuple[Weight, Weight]:
     """Return the parts of kv_b_proj that make keys and values of cached rows, which are never quantized."""
     width = sizes.nope_dim + sizes.v_dim
-    parts = [("self_attn.kv_b_proj.weight", (heads.each(width), Share.whole(sizes.kv_rank)))]
-    keys, values = (place.weight(name, parts, FORMATS[place.shard.dtype]) for name in ("key_weight", "value_weight"))
-    of_keys, of_values = HeadRows(width, 0, sizes.nope_dim, is_turned=True), HeadRows(width, sizes.nope_dim, width)
+    parts = [("self_attn.kv_b_proj.weight", (heads.each(width), AxisShard.whole(sizes.kv_rank)))]
+    keys, values = (scope.weight(name, parts, FORMATS[scope.shard.dtype]) for name in ("key_weight", "value_weight"))
+    of_keys, of_values = HeadSlice(width, 0, sizes.nope_dim, is_turned=True), HeadSlice(width, sizes.nope_dim, width)
     return replace(keys, of_heads=of_keys), replace(values, of_heads=of_values)

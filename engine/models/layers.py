@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from engine.core.cache_groups import table_name
 from engine.models.formats import FLOAT32, FORMATS, Format, expert_format
 from engine.models.rope import Rope
-from engine.models.weights import Constant, Part, Shard, Share, Weight
+from engine.models.weights import AxisShard, Constant, Shard, TensorShard, Weight
 
 if TYPE_CHECKING:
     from engine.models.config import DecoderConfig  # needed for annotations only
@@ -75,25 +75,25 @@ class Network(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Position of a layer in the model, for the names of its weights, and the shard that it is built for."""
+class LayerScope:
+    """Prefix of the names of a layer's weights, and the shard that the layer is built for."""
 
     shard: Shard
     layer: int | None = None  # index of the decoder layer; None: outside of the decoder layers
     prefix: str | None = None  # of the names of its tensors and weights; None: that of the decoder layer
 
     @property
-    def of_experts(self) -> Place:
-        """Return the place with the format that matrices of experts have."""
+    def of_experts(self) -> LayerScope:
+        """Return the scope with the format that matrices of experts have."""
         return replace(self, shard=replace(self.shard, format=expert_format(self.shard.format)))
 
-    def weight(self, name: str, parts: Iterable[tuple[str, tuple[Share, ...]]], format: Format = FLOAT32) -> Weight:
+    def weight(self, name: str, parts: Iterable[tuple[str, tuple[AxisShard, ...]]], format: Format = FLOAT32) -> Weight:
         """Return the weight `name`. `parts` are names of checkpoint tensors, each with the shares of its axes."""
         prefix = "" if self.layer is None else f"layers.{self.layer}."
         of_tensors = f"model.{prefix}"
         if self.prefix is not None:
             prefix = of_tensors = self.prefix
-        made_of = tuple(Part(f"{of_tensors}{tensor}", axes) for tensor, axes in parts)
+        made_of = tuple(TensorShard(f"{of_tensors}{tensor}", axes) for tensor, axes in parts)
         own = self.shard.format_of([part.tensor for part in made_of])
         return Weight(f"{prefix}{name}", made_of, own or format)
 
@@ -106,10 +106,10 @@ class Norm:
     epsilon: float
 
     @classmethod
-    def of(cls, config: DecoderConfig, place: Place, name: str, size: int = 0) -> Norm:
+    def of(cls, config: DecoderConfig, scope: LayerScope, name: str, size: int = 0) -> Norm:
         """Build the checkpoint's norm `name`. `size` is the length of the normalized rows; 0: the hidden size."""
-        weight = place.weight(
-            f"{_short(name)}.weight", [(f"{name}.weight", (Share.whole(size or config.hidden_size),))]
+        weight = scope.weight(
+            f"{_short(name)}.weight", [(f"{name}.weight", (AxisShard.whole(size or config.hidden_size),))]
         )
         return cls(replace(weight, offset=config.norm_offset), config.rms_norm_eps)
 
@@ -133,9 +133,9 @@ class LayerNorm(Norm):
     bias: Weight
 
     @classmethod
-    def of(cls, config: DecoderConfig, place: Place, name: str, size: int = 0) -> LayerNorm:
-        scale, size = Norm.of(config, place, name, size), size or config.hidden_size
-        bias = place.weight(f"{_short(name)}.bias", [(f"{name}.bias", (Share.whole(size),))])
+    def of(cls, config: DecoderConfig, scope: LayerScope, name: str, size: int = 0) -> LayerNorm:
+        scale, size = Norm.of(config, scope, name, size), size or config.hidden_size
+        bias = scope.weight(f"{_short(name)}.bias", [(f"{name}.bias", (AxisShard.whole(size),))])
         return cls(scale.weight, scale.epsilon, bias)
 
     def __call__(self, run: Run, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -157,24 +157,24 @@ class Linear:
 
     @classmethod
     def columns(
-        cls, place: Place, name: str, outputs: Sequence[tuple[str, Share]], num_inputs: int, bias: bool
+        cls, scope: LayerScope, name: str, outputs: Sequence[tuple[str, AxisShard]], num_inputs: int, bias: bool
     ) -> Linear:
         """Build a column-parallel layer of one or several stacked linear layers that have the same input.
 
         A rank computes its share of the outputs of each. `outputs` are their names in the checkpoint and these shares.
         """
-        axes = [(f"{tensor}.weight", (share, Share.whole(num_inputs))) for tensor, share in outputs]
+        axes = [(f"{tensor}.weight", (share, AxisShard.whole(num_inputs))) for tensor, share in outputs]
         biases = [(f"{tensor}.bias", (share,)) for tensor, share in outputs]
-        weight = place.weight(f"{name}.weight", axes, place.shard.format)
-        return cls(weight, place.weight(f"{name}.bias", biases) if bias else None)
+        weight = scope.weight(f"{name}.weight", axes, scope.shard.format)
+        return cls(weight, scope.weight(f"{name}.bias", biases) if bias else None)
 
     @classmethod
-    def rows(cls, place: Place, name: str, num_outputs: int, inputs: Share, bias: bool) -> Linear:
+    def rows(cls, scope: LayerScope, name: str, num_outputs: int, inputs: AxisShard, bias: bool) -> Linear:
         """Build a row-parallel layer: ranks share the inputs, and partial sums are added. Rank 0 adds the bias."""
-        outputs, shard = Share.whole(num_outputs), place.shard
-        weight = place.weight(f"{_short(name)}.weight", [(f"{name}.weight", (outputs, inputs))], shard.format)
+        outputs, shard = AxisShard.whole(num_outputs), scope.shard
+        weight = scope.weight(f"{_short(name)}.weight", [(f"{name}.weight", (outputs, inputs))], shard.format)
         has_bias = bias and shard.rank == 0
-        bias_weight = place.weight(f"{_short(name)}.bias", [(f"{name}.bias", (outputs,))]) if has_bias else None
+        bias_weight = scope.weight(f"{_short(name)}.bias", [(f"{name}.bias", (outputs,))]) if has_bias else None
         return cls(weight, bias_weight, is_partial=shard.num_ranks > 1)
 
     def __call__(self, run: Run, x: Tensor) -> Tensor:
@@ -189,17 +189,17 @@ class Embedding:
     gets the embeddings of prompt spans, which replace those of their tokens unchanged."""
 
     table: Weight
-    ids: Share
+    ids: AxisShard
     num_ranks: int
     multiplier: float
     takes_spans: bool
 
     @classmethod
-    def of(cls, config: DecoderConfig, place: Place) -> Embedding:
-        ids = place.shard.share(config.vocab_size)
-        axes = [("embed_tokens.weight", (ids, Share.whole(config.hidden_size)))]
-        table = place.weight("embed_tokens.weight", axes, FORMATS[place.shard.dtype])
-        return cls(table, ids, place.shard.num_ranks, config.embedding_multiplier, config.takes_spans)
+    def of(cls, config: DecoderConfig, scope: LayerScope) -> Embedding:
+        ids = scope.shard.share(config.vocab_size)
+        axes = [("embed_tokens.weight", (ids, AxisShard.whole(config.hidden_size)))]
+        table = scope.weight("embed_tokens.weight", axes, FORMATS[scope.shard.dtype])
+        return cls(table, ids, scope.shard.num_ranks, config.embedding_multiplier, config.takes_spans)
 
     def __call__(self, run: Run) -> Tensor:
         [table] = run.stored(self.table)
@@ -230,7 +230,9 @@ class Head:
         [of_table] = embedding.table.parts
         table, tied = embedding.table, config.tied_embeddings
         if not tied or format != table.format:
-            table = Weight("lm_head.weight", (of_table if tied else Part("lm_head.weight", of_table.axes),), format)
+            table = Weight(
+                "lm_head.weight", (of_table if tied else TensorShard("lm_head.weight", of_table.axes),), format
+            )
         return cls(table, config.vocab_size, embedding.num_ranks, config.logit_multiplier, config.logit_softcap)
 
     def __call__(self, run: Run, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
@@ -30,10 +30,10 @@ class Llama(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
         options = AttentionOptions(qkv_bias=self.attention_bias, o_bias=self.output_bias)
-        mlp = GatedMlp.of(self, place, self.mlp_bias)
-        return DecoderLayer.of(self, place, (Attention.of(self, place, options), mlp))
+        mlp = GatedMlp.of(self, scope, self.mlp_bias)
+        return DecoderLayer.of(self, scope, (Attention.of(self, scope, options), mlp))
 
 
 class SeedOss(Llama):

@@ -10,7 +10,7 @@ from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, layer_windows, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.weights import Shard
 
 
@@ -26,6 +26,6 @@ class Mistral(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
-        attention = Attention.of(self, place, AttentionOptions(window=self.window(place.layer)))
-        return DecoderLayer.of(self, place, (attention, mlp_of(self, place)))
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
+        attention = Attention.of(self, scope, AttentionOptions(window=self.window(scope.layer)))
+        return DecoderLayer.of(self, scope, (attention, mlp_of(self, scope)))

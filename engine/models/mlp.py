@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from engine.models.attention import side_by_side
 from engine.models.config import DecoderConfig
-from engine.models.layers import Linear, Place, Run, Tensor
-from engine.models.weights import Share
+from engine.models.layers import LayerScope, Linear, Run, Tensor
+from engine.models.weights import AxisShard
 
 
 @dataclass(frozen=True)
@@ -20,26 +20,26 @@ class GatedMlp:
 
     @classmethod
     def of(
-        cls, config: DecoderConfig, place: Place, bias: bool = False, packed: str = "", activation: str = "swiglu"
+        cls, config: DecoderConfig, scope: LayerScope, bias: bool = False, packed: str = "", activation: str = "swiglu"
     ) -> GatedMlp:
         """Build the MLP. `packed` is the name of the tensor that stacks gate and up; empty: each has its own tensor."""
-        place, inner = _divided(config, place)
+        scope, inner = _divided(config, scope)
         parts = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
         gate_up = side_by_side(packed, (inner, inner)) if packed else parts
         return cls(
-            Linear.columns(place, "gate_up_proj", gate_up, config.hidden_size, bias),
-            Linear.rows(place, "mlp.down_proj", config.hidden_size, inner, bias),
+            Linear.columns(scope, "gate_up_proj", gate_up, config.hidden_size, bias),
+            Linear.rows(scope, "mlp.down_proj", config.hidden_size, inner, bias),
             activation,
         )
 
     @classmethod
-    def shared(cls, config: DecoderConfig, place: Place, module: str, size: int) -> GatedMlp:
+    def shared(cls, config: DecoderConfig, scope: LayerScope, module: str, size: int) -> GatedMlp:
         """Build the MLP of intermediate size `size` that all tokens of a mixture of experts share. On several ranks its
         output is a part of the sum, which the mixture completes."""
-        inner = place.shard.inner(size)
+        inner = scope.shard.inner(size)
         parts = [(f"{module}.gate_proj", inner), (f"{module}.up_proj", inner)]
-        down = Linear.rows(place, f"{module}.down_proj", config.hidden_size, inner, bias=False)
-        gate_up = Linear.columns(place, "shared_gate_up_proj", parts, config.hidden_size, bias=False)
+        down = Linear.rows(scope, f"{module}.down_proj", config.hidden_size, inner, bias=False)
+        gate_up = Linear.columns(scope, "shared_gate_up_proj", parts, config.hidden_size, bias=False)
         return cls(gate_up, replace(down, is_partial=False), "swiglu")
 
     def __call__(self, run: Run, x: Tensor) -> Tensor:
@@ -56,14 +56,14 @@ class Mlp:
 
     @classmethod
     def of(
-        cls, config: DecoderConfig, place: Place, names: tuple[str, str], bias: bool, activation: str = "gelu"
+        cls, config: DecoderConfig, scope: LayerScope, names: tuple[str, str], bias: bool, activation: str = "gelu"
     ) -> Mlp:
         """Build the MLP. `names` are the checkpoint's names of the up and the down projection."""
-        place, inner = _divided(config, place)
+        scope, inner = _divided(config, scope)
         up = [(f"mlp.{names[0]}", inner)]
         return cls(
-            Linear.columns(place, names[0], up, config.hidden_size, bias),
-            Linear.rows(place, f"mlp.{names[1]}", config.hidden_size, inner, bias),
+            Linear.columns(scope, names[0], up, config.hidden_size, bias),
+            Linear.rows(scope, f"mlp.{names[1]}", config.hidden_size, inner, bias),
             activation,
         )
 
@@ -71,7 +71,7 @@ class Mlp:
         return self.down_proj(run, getattr(run.ops, self.activation)(self.up_proj(run, x)))
 
 
-def _divided(config: DecoderConfig, place: Place) -> tuple[Place, Share]:
-    """Return the place of an MLP with the format of its matrices, and the rank's share of the intermediate size."""
-    place = place if config.mixture else place.of_experts
-    return place, place.shard.inner(config.intermediate_size)
+def _divided(config: DecoderConfig, scope: LayerScope) -> tuple[LayerScope, AxisShard]:
+    """Return the scope of an MLP with the format of its matrices, and the rank's share of the intermediate size."""
+    scope = scope if config.mixture else scope.of_experts
+    return scope, scope.shard.inner(config.intermediate_size)

@@ -15,8 +15,19 @@ from engine.models.config import DECODER, DecoderConfig
 from engine.models.config_fields import ModelError
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.formats import head_format
-from engine.models.layers import LOGIT_ROWS, PREVIOUS_STATES, Embedding, Head, Linear, Network, Norm, Place, Run, Tensor
-from engine.models.weights import Part, Shard, Share, Weight
+from engine.models.layers import (
+    LOGIT_ROWS,
+    PREVIOUS_STATES,
+    Embedding,
+    Head,
+    LayerScope,
+    Linear,
+    Network,
+    Norm,
+    Run,
+    Tensor,
+)
+from engine.models.weights import AxisShard, Shard, TensorShard, Weight
 
 MTP_GRAPH = "mtp"  # name of the graph that drafts
 Family = TypeVar("Family", bound="MtpFamily")
@@ -85,8 +96,8 @@ class MtpFamily(DecoderConfig):
     mtp_tables: tuple[str, str] = ("", "")  # tables of the MTP layer that differ from those of the model
 
     @abstractmethod
-    def layer(self, place: Place) -> DecoderLayer:
-        """Return the decoder layer at a place."""
+    def layer(self, scope: LayerScope) -> DecoderLayer:
+        """Return the decoder layer in a scope."""
 
     def with_mtp_layer(self: Family) -> Family:
         """Return the configuration with one more layer, the one that drafts. It reads the placeholders of images, whose
@@ -166,12 +177,12 @@ class MtpDecoder(DraftDecoder):
         config = config.with_mtp_layer()
         assert config.mtp_layout
         names, num_layers = config.mtp_layout.of(config.num_layers), config.num_layers
-        block, top = Place(shard, num_layers, names.block), Place(shard, prefix="")
+        block, top = LayerScope(shard, num_layers, names.block), LayerScope(shard, prefix="")
         of_embedding, of_head = config.mtp_tables
-        embedding = Embedding.of(config, block if of_embedding else Place(shard))
-        head = Head.of(config, Embedding.of(config, Place(shard)), head_format(shard.format, shard.dtype))
+        embedding = Embedding.of(config, block if of_embedding else LayerScope(shard))
+        head = Head.of(config, Embedding.of(config, LayerScope(shard)), head_format(shard.format, shard.dtype))
         if of_head:
-            table = Weight(of_head, (Part(of_head, embedding.table.parts[0].axes),), head.table.format)
+            table = Weight(of_head, (TensorShard(of_head, embedding.table.parts[0].axes),), head.table.format)
             head = replace(head, table=table)
         return cls(
             embedding=embedding,
@@ -194,9 +205,9 @@ class MtpDecoder(DraftDecoder):
         return self.head(run, x), x
 
 
-def input_part(place: Place, name: str, size: int, part: tuple[int, int]) -> Linear:
+def input_part(scope: LayerScope, name: str, size: int, part: tuple[int, int]) -> Linear:
     """Return a square linear layer that reads one of several equal parts of the input of the checkpoint's layer.
     `part` is the number of parts and the index of this one."""
     count, index = part
-    axes = Share.whole(size), Share.whole(size).within(count * size, index * size)
-    return Linear(place.weight(f"{name}.{index}.weight", [(f"{name}.weight", axes)], place.shard.format), None)
+    axes = AxisShard.whole(size), AxisShard.whole(size).within(count * size, index * size)
+    return Linear(scope.weight(f"{name}.{index}.weight", [(f"{name}.weight", axes)], scope.shard.format), None)

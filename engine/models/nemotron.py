@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import RELU_SQUARED, DecoderConfig, read_decoder
 from engine.models.decoder import PRE_NORM, Decoder, DecoderLayer
-from engine.models.layers import LayerNorm, Norm, Place
+from engine.models.layers import LayerNorm, LayerScope, Norm
 from engine.models.mlp import Mlp
 from engine.models.weights import Shard
 
@@ -30,10 +30,10 @@ class Arcee(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer, self.norm_kind)
 
-    def _layer(self, place: Place) -> DecoderLayer:
-        attention = Attention.of(self, place, AttentionOptions(self.attention_bias, self.attention_bias))
-        mlp = Mlp.of(self, place, ("up_proj", "down_proj"), self.mlp_bias, "relu_squared")
-        return DecoderLayer.of(self, place, (attention, mlp), PRE_NORM, self.norm_kind)
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
+        attention = Attention.of(self, scope, AttentionOptions(self.attention_bias, self.attention_bias))
+        mlp = Mlp.of(self, scope, ("up_proj", "down_proj"), self.mlp_bias, "relu_squared")
+        return DecoderLayer.of(self, scope, (attention, mlp), PRE_NORM, self.norm_kind)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from engine.models.attention import WIDE, Attention, AttentionOptions
 from engine.models.config import DecoderConfig, layer_windows, read_decoder
 from engine.models.config_fields import whole_number
 from engine.models.decoder import POST_NORM, Decoder, DecoderLayer
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mlp import GatedMlp
 from engine.models.rope import ropes_by_layer_type
 from engine.models.weights import Shard
@@ -29,10 +29,10 @@ class Olmo2(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
-        bias, window = self.attention_bias, self.window(place.layer)
-        options = AttentionOptions(bias, bias, norms=WIDE, rope=self.rope_of(place.layer), window=window)
-        return DecoderLayer.of(self, place, (Attention.of(self, place, options), GatedMlp.of(self, place)), POST_NORM)
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
+        bias, window = self.attention_bias, self.window(scope.layer)
+        options = AttentionOptions(bias, bias, norms=WIDE, rope=self.rope_of(scope.layer), window=window)
+        return DecoderLayer.of(self, scope, (Attention.of(self, scope, options), GatedMlp.of(self, scope)), POST_NORM)
 
 
 @dataclass(frozen=True, kw_only=True)

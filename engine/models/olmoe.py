@@ -11,7 +11,7 @@ from engine.models.config import DecoderConfig, read_decoder
 from engine.models.config_fields import whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, refuse_other_values
 from engine.models.weights import Shard
 
@@ -40,6 +40,6 @@ class Olmoe(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
-        attention = Attention.of(self, place, AttentionOptions(self.attention_bias, self.attention_bias, norms=WIDE))
-        return DecoderLayer.of(self, place, (attention, mlp_of(self, place)))
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
+        attention = Attention.of(self, scope, AttentionOptions(self.attention_bias, self.attention_bias, norms=WIDE))
+        return DecoderLayer.of(self, scope, (attention, mlp_of(self, scope)))

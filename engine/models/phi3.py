@@ -9,7 +9,7 @@ from typing import Any
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, layer_windows, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
@@ -26,7 +26,7 @@ class Phi3(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
-        options = AttentionOptions(packed="self_attn.qkv_proj", window=self.window(place.layer))
-        mlp = GatedMlp.of(self, place, packed="mlp.gate_up_proj")
-        return DecoderLayer.of(self, place, (Attention.of(self, place, options), mlp))
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
+        options = AttentionOptions(packed="self_attn.qkv_proj", window=self.window(scope.layer))
+        mlp = GatedMlp.of(self, scope, packed="mlp.gate_up_proj")
+        return DecoderLayer.of(self, scope, (Attention.of(self, scope, options), mlp))

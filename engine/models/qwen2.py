@@ -11,7 +11,7 @@ from engine.models.config import DecoderConfig, layer_windows, read_decoder
 from engine.models.config_fields import whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.weights import Shard
 
 
@@ -28,9 +28,9 @@ class Qwen2(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
-        attention = Attention.of(self, place, AttentionOptions(qkv_bias=self.qkv_bias, window=self.window(place.layer)))
-        return DecoderLayer.of(self, place, (attention, mlp_of(self, place)))
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
+        attention = Attention.of(self, scope, AttentionOptions(qkv_bias=self.qkv_bias, window=self.window(scope.layer)))
+        return DecoderLayer.of(self, scope, (attention, mlp_of(self, scope)))
 
 
 def upper_windows(keys: Mapping[str, Any]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from engine.models.attention import HEADS, Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.qwen2 import upper_windows
 from engine.models.weights import Shard
 
@@ -29,8 +29,8 @@ class Qwen3(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
         bias = self.attention_bias
-        options = AttentionOptions(bias, bias, norms=HEADS, window=self.window(place.layer))
-        attention = Attention.of(self, place, options)
-        return DecoderLayer.of(self, place, (attention, mlp_of(self, place)))
+        options = AttentionOptions(bias, bias, norms=HEADS, window=self.window(scope.layer))
+        attention = Attention.of(self, scope, options)
+        return DecoderLayer.of(self, scope, (attention, mlp_of(self, scope)))

@@ -12,7 +12,7 @@ from engine.models.config_fields import an_object, whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
 from engine.models.gated_delta_net import DeltaNetOptions, GatedDeltaNet
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mixture_config import refuse_other_values
 from engine.models.mtp import QWEN, MtpFamily
 from engine.models.qwen_vision import Qwen3VisionFamily, read_qwen3_vision
@@ -51,8 +51,8 @@ class Qwen35(Qwen3VisionFamily, MtpFamily):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self.layer)
 
-    def layer(self, place: Place) -> DecoderLayer:
-        assert place.layer is not None
-        is_linear, options = self.are_linear[place.layer], AttentionOptions(norms=HEADS, has_gate=True)
-        mixer = GatedDeltaNet.of(self, place, self.delta_net) if is_linear else Attention.of(self, place, options)
-        return DecoderLayer.of(self, place, (mixer, mlp_of(self, place)))
+    def layer(self, scope: LayerScope) -> DecoderLayer:
+        assert scope.layer is not None
+        is_linear, options = self.are_linear[scope.layer], AttentionOptions(norms=HEADS, has_gate=True)
+        mixer = GatedDeltaNet.of(self, scope, self.delta_net) if is_linear else Attention.of(self, scope, options)
+        return DecoderLayer.of(self, scope, (mixer, mlp_of(self, scope)))

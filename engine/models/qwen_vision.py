@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.models.config_fields import ModelError, an_object, whole_number
-from engine.models.layers import LayerNorm, Linear, Norm, Place
+from engine.models.layers import LayerNorm, LayerScope, Linear, Norm
 from engine.models.mixture_config import refuse_other_values
 from engine.models.vision import (
     SEGMENT_ENDS,
@@ -22,7 +22,7 @@ from engine.models.vision import (
     dense,
     vision_norm,
 )
-from engine.models.weights import Shard, Share
+from engine.models.weights import AxisShard, Shard
 
 QWEN2_5 = VisionLayout(
     norm=Norm,
@@ -89,7 +89,7 @@ def read_qwen3_vision(keys: Mapping[str, Any], sections: Sequence[int]) -> tuple
 
 def qwen2_5_vision(config: VisionConfig, shard: Shard) -> VisionTower:
     """Return the tower of Qwen2.5-VL with its projector."""
-    (inv_freq, axes), size, top = axial_rope(config), config.hidden_size, Place(shard, prefix="visual.")
+    (inv_freq, axes), size, top = axial_rope(config), config.hidden_size, LayerScope(shard, prefix="visual.")
     ends = [SEGMENT_ENDS if index in config.full_layers else WINDOW_ENDS for index in range(config.num_layers)]
     return VisionTower(
         patch_embedding=dense(top, "patch_embed", ("patch_embed.proj",), (size, config.patch_values), bias=False),
@@ -103,36 +103,36 @@ def qwen2_5_vision(config: VisionConfig, shard: Shard) -> VisionTower:
 
 def qwen3_vision(config: VisionConfig, shard: Shard) -> VisionTower:
     """Return the tower of Qwen3-VL or Qwen3.5 with its projectors."""
-    (inv_freq, axes), size, top = axial_rope(config), config.hidden_size, Place(shard, prefix="visual.")
-    grid, merged = (Share.whole(config.grid_size**2), Share.whole(size)), size * config.merge_size**2
-    projectors = [Place(shard, prefix=f"visual.deepstack_merger_list.{i}.") for i in range(len(config.deepstack))]
+    (inv_freq, axes), size, top = axial_rope(config), config.hidden_size, LayerScope(shard, prefix="visual.")
+    grid, merged = (AxisShard.whole(config.grid_size**2), AxisShard.whole(size)), size * config.merge_size**2
+    projectors = [LayerScope(shard, prefix=f"visual.deepstack_merger_list.{i}.") for i in range(len(config.deepstack))]
     names = ("linear_fc1", "linear_fc2")
     return VisionTower(
         patch_embedding=dense(top, "patch_embed", ("patch_embed.proj",), (size, config.patch_values)),
         layers=tuple(VisionLayer.of(config, _block(shard, index), QWEN3) for index in range(config.num_layers)),
         norms=(vision_norm(LayerNorm, top, "merger.norm", size, config.epsilon),),
-        merge=_merge(config, Place(shard, prefix="visual.merger."), names),
+        merge=_merge(config, LayerScope(shard, prefix="visual.merger."), names),
         inv_freq=inv_freq,
         axes=axes,
         grid=top.weight("grid", [("pos_embed.weight", grid)]),
         deepstack=tuple(
             DeepStackMerger(
-                layer, vision_norm(LayerNorm, place, "norm", merged, config.epsilon), _merge(config, place, names)
+                layer, vision_norm(LayerNorm, scope, "norm", merged, config.epsilon), _merge(config, scope, names)
             )
-            for layer, place in zip(config.deepstack, projectors, strict=True)
+            for layer, scope in zip(config.deepstack, projectors, strict=True)
         ),
     )
 
 
-def _block(shard: Shard, index: int) -> Place:
-    return Place(shard, prefix=f"visual.blocks.{index}.")
+def _block(shard: Shard, index: int) -> LayerScope:
+    return LayerScope(shard, prefix=f"visual.blocks.{index}.")
 
 
-def _merge(config: VisionConfig, place: Place, names: tuple[str, str]) -> tuple[Linear, Linear]:
+def _merge(config: VisionConfig, scope: LayerScope, names: tuple[str, str]) -> tuple[Linear, Linear]:
     """Return the two linear layers of a projector."""
     merged = config.hidden_size * config.merge_size**2
     before, behind = names
     return (
-        dense(place, before, (before,), (merged, merged)),
-        dense(place, behind, (behind,), (config.out_size, merged)),
+        dense(scope, before, (before,), (merged, merged)),
+        dense(scope, behind, (behind,), (config.out_size, merged)),
     )

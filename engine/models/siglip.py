@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.models.layers import LayerNorm, Place
+from engine.models.layers import LayerNorm, LayerScope
 from engine.models.vision import (
     VisionConfig,
     VisionLayer,
@@ -12,7 +12,7 @@ from engine.models.vision import (
     dense,
     vision_norm,
 )
-from engine.models.weights import Shard, Share
+from engine.models.weights import AxisShard, Shard
 
 LAYOUT = VisionLayout(
     norm=LayerNorm,
@@ -28,14 +28,14 @@ PROJECTOR_EPSILON = 1e-5
 
 def siglip(config: VisionConfig, shard: Shard) -> VisionTower:
     """Return the tower with its projector."""
-    top, projector = Place(shard, prefix="visual.vision_model."), Place(shard, prefix="projector.")
-    places = [Place(shard, prefix=f"visual.vision_model.encoder.layers.{i}.") for i in range(config.num_layers)]
+    top, projector = LayerScope(shard, prefix="visual.vision_model."), LayerScope(shard, prefix="projector.")
+    places = [LayerScope(shard, prefix=f"visual.vision_model.encoder.layers.{i}.") for i in range(config.num_layers)]
     (inv_freq, axes), size = axial_rope(config), config.hidden_size
-    merged, grid = size * config.merge_size**2, (Share.whole(config.grid_size**2), Share.whole(size))
+    merged, grid = size * config.merge_size**2, (AxisShard.whole(config.grid_size**2), AxisShard.whole(size))
     patches = "embeddings.patch_embedding"
     return VisionTower(
         patch_embedding=dense(top, patches, (patches,), (size, config.patch_values)),
-        layers=tuple(VisionLayer.of(config, place, LAYOUT) for place in places),
+        layers=tuple(VisionLayer.of(config, scope, LAYOUT) for scope in places),
         norms=(
             vision_norm(LayerNorm, top, "post_layernorm", size, config.epsilon),
             vision_norm(LayerNorm, projector, "pre_norm", size, PROJECTOR_EPSILON),

@@ -10,7 +10,7 @@ from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, layer_windows, read_decoder
 from engine.models.config_fields import values_of_layers, whole_number
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.layers import Place
+from engine.models.layers import LayerScope
 from engine.models.mlp import GatedMlp
 from engine.models.rope import no_rotation
 from engine.models.weights import Shard
@@ -38,9 +38,9 @@ class SmolLm3(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
-    def _layer(self, place: Place) -> DecoderLayer:
-        assert place.layer is not None
-        rope = self.rope if self.rotates[place.layer] else no_rotation()
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
+        assert scope.layer is not None
+        rope = self.rope if self.rotates[scope.layer] else no_rotation()
         bias = self.attention_bias
-        attention = Attention.of(self, place, AttentionOptions(bias, bias, rope=rope, window=self.window(place.layer)))
-        return DecoderLayer.of(self, place, (attention, GatedMlp.of(self, place, self.mlp_bias)))
+        attention = Attention.of(self, scope, AttentionOptions(bias, bias, rope=rope, window=self.window(scope.layer)))
+        return DecoderLayer.of(self, scope, (attention, GatedMlp.of(self, scope, self.mlp_bias)))

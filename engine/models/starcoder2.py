@@ -9,7 +9,7 @@ from typing import Any
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import GELU, DecoderConfig, layer_windows, read_decoder
 from engine.models.decoder import PRE_NORM, Decoder, DecoderLayer
-from engine.models.layers import LayerNorm, Place
+from engine.models.layers import LayerNorm, LayerScope
 from engine.models.mlp import Mlp
 from engine.models.weights import Shard
 
@@ -31,8 +31,8 @@ class Starcoder2(DecoderConfig):
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer, LayerNorm)
 
-    def _layer(self, place: Place) -> DecoderLayer:
+    def _layer(self, scope: LayerScope) -> DecoderLayer:
         bias = self.use_bias
-        attention = Attention.of(self, place, AttentionOptions(bias, bias, window=self.window(place.layer)))
-        mlp = Mlp.of(self, place, ("c_fc", "c_proj"), bias)
-        return DecoderLayer.of(self, place, (attention, mlp), PRE_NORM, LayerNorm)
+        attention = Attention.of(self, scope, AttentionOptions(bias, bias, window=self.window(scope.layer)))
+        mlp = Mlp.of(self, scope, ("c_fc", "c_proj"), bias)
+        return DecoderLayer.of(self, scope, (attention, mlp), PRE_NORM, LayerNorm)

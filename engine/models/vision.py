@@ -15,8 +15,8 @@ from engine.models.config import DecoderConfig
 from engine.models.config_fields import ModelError, an_object, number, whole_number
 from engine.models.formats import FORMATS
 from engine.models.kv_cache import CacheLayout
-from engine.models.layers import POSITIONS, LayerNorm, Linear, Network, Norm, Place, Run, Tensor
-from engine.models.weights import Constant, Shard, Share, Weight
+from engine.models.layers import POSITIONS, LayerNorm, LayerScope, Linear, Network, Norm, Run, Tensor
+from engine.models.weights import AxisShard, Constant, Shard, Weight
 
 VISION_GRAPH = "vision"  # name of the graph
 # Inputs; beside them POSITIONS, i32 [3, T], whose rows are 0, row and column of a patch
@@ -114,24 +114,24 @@ class VisionLayer:
     is_bf16: bool
 
     @classmethod
-    def of(cls, config: VisionConfig, place: Place, layout: VisionLayout, ends: str = SEGMENT_ENDS) -> VisionLayer:
-        """Build the layer at a place."""
+    def of(cls, config: VisionConfig, scope: LayerScope, layout: VisionLayout, ends: str = SEGMENT_ENDS) -> VisionLayer:
+        """Build the layer in a scope."""
         size, inner = config.hidden_size, config.intermediate_size
-        norms = [vision_norm(layout.norm, place, name, size, config.epsilon) for name in layout.norms]
+        norms = [vision_norm(layout.norm, scope, name, size, config.epsilon) for name in layout.norms]
         mlp = VisionMlp(
-            dense(place, "up", layout.up, (inner, size)),
-            dense(place, "down", (layout.down,), (size, inner)),
+            dense(scope, "up", layout.up, (inner, size)),
+            dense(scope, "down", (layout.down,), (size, inner)),
             layout.activation,
         )
         return cls(
             attention_norm=norms[0],
-            qkv=dense(place, "qkv", layout.qkv, (3 * size // len(layout.qkv), size)),
-            projection=dense(place, "proj", (layout.projection,), (size, size)),
+            qkv=dense(scope, "qkv", layout.qkv, (3 * size // len(layout.qkv), size)),
+            projection=dense(scope, "proj", (layout.projection,), (size, size)),
             mlp_norm=norms[1],
             mlp=mlp,
             num_heads=config.num_heads,
             ends=ends,
-            is_bf16=place.shard.dtype != "float32",
+            is_bf16=scope.shard.dtype != "float32",
         )
 
     def __call__(self, run: Run, x: Tensor, residual: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,16 +256,16 @@ def axial_rope(config: VisionConfig) -> tuple[Constant, Constant]:
     return Constant("vision_inv_freq", np.tile(inv_freq, 2)), Constant("vision_axes", axes)
 
 
-def dense(place: Place, name: str, tensors: tuple[str, ...], sizes: tuple[int, int], bias: bool = True) -> Linear:
+def dense(scope: LayerScope, name: str, tensors: tuple[str, ...], sizes: tuple[int, int], bias: bool = True) -> Linear:
     """Return a linear layer that stacks the outputs of layers of the checkpoint. `sizes` are the outputs of each and
     the inputs."""
     num_outputs, num_inputs = sizes
-    outputs = [(tensor, Share.whole(num_outputs)) for tensor in tensors]
-    return Linear.columns(place, name, outputs, num_inputs, bias)
+    outputs = [(tensor, AxisShard.whole(num_outputs)) for tensor in tensors]
+    return Linear.columns(scope, name, outputs, num_inputs, bias)
 
 
-def vision_norm(kind: type[Norm], place: Place, name: str, size: int, epsilon: float) -> Norm:
+def vision_norm(kind: type[Norm], scope: LayerScope, name: str, size: int, epsilon: float) -> Norm:
     """Return a norm of rows of `size`, of the class Norm or LayerNorm."""
     ends = ("weight", "bias")[: 1 + (kind is LayerNorm)]
-    weights = [place.weight(f"{name}.{end}", [(f"{name}.{end}", (Share.whole(size),))]) for end in ends]
+    weights = [scope.weight(f"{name}.{end}", [(f"{name}.{end}", (AxisShard.whole(size),))]) for end in ends]
     return LayerNorm(weights[0], epsilon, weights[1]) if kind is LayerNorm else Norm(weights[0], epsilon)

@@ -19,7 +19,7 @@ Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
-class Share:
+class AxisShard:
     """Share of a rank in `count` rows or columns: those from `start` to `stop`, padded with zeros to `size`."""
 
     count: int
@@ -32,24 +32,24 @@ class Share:
     kept: tuple[int, int] = (0, 0)  # the rows of each head that the graph has, from the first to below the second
 
     @classmethod
-    def whole(cls, count: int) -> Share:
+    def whole(cls, count: int) -> AxisShard:
         """Return the share of a rank that has all rows or columns."""
         return cls(count, 0, count, count)
 
-    def each(self, width: int, paired: int = 0, unpaired: int = 0) -> Share:
+    def each(self, width: int, paired: int = 0, unpaired: int = 0) -> AxisShard:
         """Return the share of rows or columns for this share of heads, which have `width` of them each."""
         sizes = (self.count * width, self.start * width, self.stop * width, self.size * width)
-        return Share(*sizes, width, paired, unpaired)
+        return AxisShard(*sizes, width, paired, unpaired)
 
-    def within(self, count: int, start: int) -> Share:
+    def within(self, count: int, start: int) -> AxisShard:
         """Return the share of these rows within a larger tensor of `count` rows, in which they begin at row `start`."""
         return replace(self, count=count, start=start + self.start, stop=start + self.stop)
 
-    def part(self, first: int, end: int) -> Share:
+    def part(self, first: int, end: int) -> AxisShard:
         """Return the share of which the graph has only the rows from `first` to below `end` of each head."""
         return replace(self, kept=(first, end))
 
-    def pieces(self, size: int) -> Iterator[Share]:
+    def pieces(self, size: int) -> Iterator[AxisShard]:
         """Yield shares of `size` rows or columns each, the last one of fewer, that together are this share."""
         for first in range(0, self.size, size):
             last = min(first + size, self.size)
@@ -97,7 +97,7 @@ class Shard:
         own = [self.formats.get(tensor) for tensor in tensors]
         return common_format([each or self.format for each in own]) if any(own) else None
 
-    def inner(self, count: int) -> Share:
+    def inner(self, count: int) -> AxisShard:
         """Divide the `count` rows between the projections of an MLP, which are the columns of the last one, so that no
         rank begins inside of a block of the checkpoint's 8-bit floats. Shares of 4-bit floats are padded to groups."""
         if isinstance(self.format, Mxfp4Experts):
@@ -105,14 +105,14 @@ class Shard:
             return replace(padded, count=count, start=min(padded.start, count), stop=min(padded.stop, count))
         return self.share(count, self.column_block if isinstance(self.format, Fp8) else 1)
 
-    def share(self, count: int, multiple: int = 1) -> Share:
+    def share(self, count: int, multiple: int = 1) -> AxisShard:
         """Divide `count` rows into equal shares that begin at multiples of `multiple`, in the order of ranks.
 
         If it is not divisible, the last shares are padded.
         """
         size = min(-(-count // (self.num_ranks * multiple)) * multiple, count)
         start = self.rank * size
-        return Share(count, min(start, count), min(start + size, count), size)
+        return AxisShard(count, min(start, count), min(start + size, count), size)
 
     def experts(self, count: int) -> range:
         """Return the experts of this rank: all with tensor parallelism alone. Raises ModelError for more ranks than
@@ -126,13 +126,13 @@ class Shard:
             )
         return experts_of_rank(count, self.rank, self.num_ranks)
 
-    def heads(self, count: int) -> Share:
+    def heads(self, count: int) -> AxisShard:
         """Divide `count` heads into equal shares.
 
         If there are fewer heads than ranks, several ranks hold the same head.
         """
         start, size = self.rank * count // self.num_ranks, max(count // self.num_ranks, 1)
-        return Share(count, start, start + size, size)
+        return AxisShard(count, start, start + size, size)
 
 
 def experts_of_rank(count: int, rank: int, num_ranks: int) -> range:
@@ -144,11 +144,11 @@ def experts_of_rank(count: int, rank: int, num_ranks: int) -> range:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """One checkpoint tensor that is a part of a parameter, with the rank's share of each axis."""
 
     tensor: str
-    axes: tuple[Share, ...]
+    axes: tuple[AxisShard, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class HeadRows:
+class HeadSlice:
     """The rows from `start` to `stop` of each head, which has `width` of them, as a matrix of the head."""
 
     width: int
@@ -187,10 +187,10 @@ class Weight:
     """A weight of the graph: its parts, stacked along the first axis and stored in a format."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorShard, ...]
     format: Format = FLOAT32
     offset: float = 0.0  # added to the values of the checkpoint
-    of_heads: HeadRows | None = None  # rows of each head that are kept of a matrix in a `Dense` format; None: all
+    of_heads: HeadSlice | None = None  # rows of each head that are kept of a matrix in a `Dense` format; None: all
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from engine.exporting.manifest import Manifest
 from engine.graph import load
 from engine.models import support
 from engine.models.config_fields import ModelError
-from engine.models.weights import HeadRows, Share
+from engine.models.weights import AxisShard, HeadSlice
 from engine.ops import cpu
 from engine.settings.config import Config
 from tests.family_checkpoints import make_checkpoint
@@ -103,8 +103,8 @@ def test_gpus_are_refused_by_the_name_of_the_family(tmp_path, monkeypatch):
 
 def test_rows_of_heads_and_pairs_behind_others_have_the_order_of_the_op():
     matrix = np.arange(2 * 5 * 3).reshape(10, 3)  # two heads of five rows
-    assert HeadRows(5, 1, 3).of(matrix).tolist() == matrix[[1, 2, 6, 7]].tolist()
-    turned = HeadRows(5, 1, 3, is_turned=True)
+    assert HeadSlice(5, 1, 3).of(matrix).tolist() == matrix[[1, 2, 6, 7]].tolist()
+    turned = HeadSlice(5, 1, 3, is_turned=True)
     assert turned.of(matrix).tolist() == np.concatenate([matrix[1:3].T, matrix[6:8].T]).tolist()
     assert turned.of(matrix).shape == turned.shape(10, 3)
-    assert Share.whole(2).each(6, 4, 1).order().tolist() == [0, 1, 3, 2, 4, 5, 6, 7, 9, 8, 10, 11]
+    assert AxisShard.whole(2).each(6, 4, 1).order().tolist() == [0, 1, 3, 2, 4, 5, 6, 7, 9, 8, 10, 11]

@@ -8,7 +8,7 @@ from engine.models import checkpoint as checkpoint_module
 from engine.models.checkpoint import Checkpoint
 from engine.models.formats import FORMATS
 from engine.models.quantize import AT_ONCE, pack_int4, to_block_fp8, to_int4, to_int8
-from engine.models.weights import Part, Share, Weight
+from engine.models.weights import AxisShard, TensorShard, Weight
 from engine.ops.reference import int4_values
 
 
@@ -115,10 +115,10 @@ class Array:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_matrix_that_is_read_in_pieces_has_the_same_blocks(rank, monkeypatch):
     """Blocks begin at the first row and column of a rank's share, whatever these are."""
-    matrix, columns = random(400, 300), Share(300, 150 * rank, 150 * rank + 150, 150)
+    matrix, columns = random(400, 300), AxisShard(300, 150 * rank, 150 * rank + 150, 150)
     monkeypatch.setattr(checkpoint_module, "STORED_AT_ONCE", 200 * 150)
     monkeypatch.setattr("engine.models.quantize.AT_ONCE", 100 * 150)
-    weight = Weight("w", (Part("w", (Share.whole(400), columns)),), FORMATS["block_wise_fp8"])
+    weight = Weight("w", (TensorShard("w", (AxisShard.whole(400), columns)),), FORMATS["block_wise_fp8"])
     found = Checkpoint({"w": Array(matrix)}).stored(weight)
     monkeypatch.undo()
     wanted = to_block_fp8(matrix[:, columns.start : columns.stop])
