@@ -15,10 +15,9 @@ from engine.executors.cuda import weights  # noqa: E402
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE, Caches  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.host_transfers import IN_FLIGHT, Download, Uploads  # noqa: E402
-from engine.executors.cuda.step_graphs import (  # noqa: E402
-    OptionalInputs,
+from engine.executors.cuda.step_graphs import OptionalInputs, StepGraphs  # noqa: E402
+from engine.executors.cuda.step_shapes import (  # noqa: E402
     Shape,
-    StepGraphs,
     decode_shapes,
     padded_inputs,
     padding_step,

@@ -17,7 +17,7 @@ from engine.executors.cuda.cache import MIN_BLOCK_SIZE
 from engine.executors.cuda.host_transfers import IN_FLIGHT, Uploads
 from engine.executors.cuda.program import CudaProgram
 from engine.executors.cuda.sampling import ALWAYS
-from engine.executors.cuda.step_graphs import (
+from engine.executors.cuda.step_shapes import (
     Arrays,
     Shape,
     decode_shapes,

@@ -31,13 +31,11 @@ from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, CudaProgram, Inputs, Outputs
 from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
-from engine.executors.cuda.step_graphs import (
+from engine.executors.cuda.step_graphs import Captured, OptionalInputs, StepGraphs
+from engine.executors.cuda.step_shapes import (
     CHOICE,
     KEPT_ROWS,
     Arrays,
-    Captured,
-    OptionalInputs,
-    StepGraphs,
     uncaptured_inputs,
 )
 from engine.executors.cuda.vision_encoder import CudaVisionEncoder
