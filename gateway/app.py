@@ -50,17 +50,18 @@ from gateway.body import parse_body, read_payload
 from gateway.body_memory import BodyMemoryBudget, BodyMemoryReservation
 from gateway.concurrent_requests import max_concurrent_requests, run_concurrently
 from gateway.connection_limits import peer_of
+from gateway.endpoint import Endpoint, Handler
 from gateway.headers import add_headers
 from gateway.health import ANSWER_WITHIN_S, readiness
 from gateway.http_responses import CONTEXT, REQUEST_TIMEOUT
-from gateway.middleware import CLIENT_DISCONNECTED, UNGUARDED, Handler, errors_as_json
+from gateway.middleware import CLIENT_DISCONNECTED, UNGUARDED, errors_as_json
 from gateway.openai.output_syntax import output_syntax_of
 from gateway.openapi import openapi_document
 from gateway.protocol import ClientProtocol, Exchange, RequestContext
 from gateway.request_id import UniqueIdBackend, given_id, request_id_of, take_answer_id
 from gateway.retry import RetryingBackend
 from gateway.spans import begin_tracing, traced
-from gateway.triton import PREFIX, ROOTS
+from gateway.triton import PREFIX
 from gateway.triton import metadata as triton
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,10 @@ WITH_NATIVE_FIELDS: Sequence[ClientProtocol] = (NATIVE, TRITON_TEXT, TRITON)
 PROTOCOLS: Sequence[ClientProtocol] = (  # the first one that recognizes the body handles the request
     *(NATIVE, OPENAI, RESPONSES, ANTHROPIC, EMBEDDINGS, *SCORING, VLLM_GENERATE, TRITON_TEXT, TRITON),
 )
+ENDPOINTS: Sequence[Endpoint] = (
+    *(*endpoints.ENDPOINTS, *stored_responses.ENDPOINTS, *server_info.ENDPOINTS, *triton.ENDPOINTS),
+)
+ERROR_PROTOCOLS = {each.path: each.protocol for each in ENDPOINTS if each.protocol}
 
 REQUEST_TIMEOUT_S = 300.0  # longest wait for the next answer of the model; a request may set its own `timeout`
 
@@ -98,13 +103,12 @@ def make_app(backend: Backend, config: Config, request_timeout_s: float = REQUES
     app.add_routes(
         [
             *[web.post(path, complete) for path in paths],  # first, because the document lists routes in this order
-            *[web.post(path, ask) for path, ask in endpoints.ROUTES.items()],
-            *stored_responses.ROUTES,
-            *[web.post(f"{root}/infer", triton.refuse_infer) for root in ROOTS],
-            *[web.get(path, show) for path, show in {**server_info.ROUTES, **triton.ROUTES}.items()],
+            *[endpoint.route for endpoint in ENDPOINTS],
         ]
     )
-    document: Callable[[], dict[str, Any]] = functools.cache(partial(openapi_document, app, PROTOCOLS, UNGUARDED))
+    document: Callable[[], dict[str, Any]] = functools.cache(
+        partial(openapi_document, app, PROTOCOLS, ENDPOINTS, UNGUARDED)
+    )
     app[DOCUMENT] = document
     return app
 
@@ -175,8 +179,11 @@ def _protocols_of(path: str) -> Sequence[ClientProtocol]:
 
     On other paths the protocol decides only the form of errors.
     """
-    others: list[ClientProtocol] = [TRITON] if f"{path}/".startswith(PREFIX) else [NATIVE, OPENAI]
-    return [each for each in PROTOCOLS if path in each.paths] or endpoints.PROTOCOLS.get(path) or others
+    if speaking := [each for each in PROTOCOLS if path in each.paths]:
+        return speaking
+    if protocol := ERROR_PROTOCOLS.get(path):
+        return [protocol]
+    return [TRITON] if f"{path}/".startswith(PREFIX) else [NATIVE, OPENAI]
 
 
 # --- around every request ---------------------------------------------------------------------------------------

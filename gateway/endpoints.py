@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -16,10 +16,10 @@ from gateway.anthropic.request import tokenize_body_of
 from gateway.app_keys import ANTHROPIC, BACKEND, BODY_MEMORY, CONFIG, NATIVE, OPENAI, RESPONSES, served_name
 from gateway.body import parse_body, read_payload
 from gateway.body_memory import BodyMemoryReservation
+from gateway.endpoint import Endpoint
 from gateway.http_responses import CONTEXT, json_response
 from gateway.openai.request import chat_source
 from gateway.openai.unsupported_fields import refuse_any
-from gateway.protocol import ClientProtocol
 from gateway.responses.fields import fields as response_fields
 from gateway.responses.request import tokenize_body_of as question_of_response
 
@@ -113,40 +113,65 @@ async def _body(request: web.Request, limit: int) -> AsyncIterator[dict[str, Any
         reservation.release()
 
 
-COUNT_TOKENS, COUNT_INPUT = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
 COUNT = {"object": "response.input_tokens"}
-LORAS = {f"/v1/{kind}": kind for kind in wire.LORA_FIELDS}
-ROUTES = {
-    **{"/v1/abort": abort, "/tokenize": tokenize, "/detokenize": detokenize},
-    **{COUNT_TOKENS: count_tokens, COUNT_INPUT: count_input},
-    **dict(zip(LORAS, (load_lora, unload_lora), strict=True)),
-}
-PROTOCOLS: Mapping[str, list[ClientProtocol]] = {  # that write the errors of a path
-    **{"/v1/abort": [NATIVE], "/tokenize": [OPENAI], "/detokenize": [OPENAI]},
-    **{COUNT_TOKENS: [ANTHROPIC], COUNT_INPUT: [RESPONSES]},
-    **dict.fromkeys(LORAS, [OPENAI]),
-}
-FIELDS: Mapping[str, dict[str, Any]] = {  # fields of a path as JSON Schema
-    "/v1/abort": {"req_id": wire.schema_of(wire.FIELDS["req_id"].check)},
-    "/tokenize": {name: wire.schema_of(field.check) for name, field in wire.TOKENIZE_FIELDS.items()},
-    "/detokenize": {name: wire.schema_of(field.check) for name, field in wire.DETOKENIZE_FIELDS.items()},
-    COUNT_TOKENS: {name: message_fields()[name] for name in ("messages", "system", "tools")},
-    COUNT_INPUT: {name: response_fields()[name] for name in ("input", "instructions", "tools")},
-    **{
-        path: {name: wire.schema_of(field.check) for name, field in wire.LORA_FIELDS[kind].items()}
-        for path, kind in LORAS.items()
-    },
-}
-NEEDS: Mapping[str, Collection[str]] = {
-    **{"/v1/abort": ("req_id",), "/tokenize": ("prompt", "messages"), "/detokenize": ("tokens",)},
-    **{COUNT_TOKENS: ("messages",), COUNT_INPUT: ("input",)},
-    **dict.fromkeys(LORAS, ("lora_name",)),
-}
-SAMPLES = {
-    "/v1/abort": wire.Aborted("1", True).fields(),
-    "/tokenize": _without_is_end(wire.TokenizeResponse([1], 8192).fields()),
-    "/detokenize": _without_is_end(wire.DetokenizeResponse("Hello").fields()),
-    COUNT_TOKENS: _count(wire.TokenizeResponse([1], 8192)),
-    COUNT_INPUT: COUNT | _count(wire.TokenizeResponse([1], 8192)),
-}
-TEXTS = dict.fromkeys(LORAS, "text/plain")
+COUNT_SAMPLE = _count(wire.TokenizeResponse([1], 8192))
+LORA_HANDLERS = {wire.LOAD_LORA: load_lora, wire.UNLOAD_LORA: unload_lora}
+ENDPOINTS: Sequence[Endpoint] = (
+    Endpoint(
+        "/v1/abort",
+        abort,
+        "POST",
+        sample=wire.Aborted("1", True).fields(),
+        fields={"req_id": wire.schema_of(wire.FIELDS["req_id"].check)},
+        needs=("req_id",),
+        protocol=NATIVE,
+    ),
+    Endpoint(
+        "/tokenize",
+        tokenize,
+        "POST",
+        sample=_without_is_end(wire.TokenizeResponse([1], 8192).fields()),
+        fields={name: wire.schema_of(field.check) for name, field in wire.TOKENIZE_FIELDS.items()},
+        needs=("prompt", "messages"),
+        protocol=OPENAI,
+    ),
+    Endpoint(
+        "/detokenize",
+        detokenize,
+        "POST",
+        sample=_without_is_end(wire.DetokenizeResponse("Hello").fields()),
+        fields={name: wire.schema_of(field.check) for name, field in wire.DETOKENIZE_FIELDS.items()},
+        needs=("tokens",),
+        protocol=OPENAI,
+    ),
+    Endpoint(
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "POST",
+        sample=COUNT_SAMPLE,
+        fields={name: message_fields()[name] for name in ("messages", "system", "tools")},
+        needs=("messages",),
+        protocol=ANTHROPIC,
+    ),
+    Endpoint(
+        "/v1/responses/input_tokens",
+        count_input,
+        "POST",
+        sample=COUNT | COUNT_SAMPLE,
+        fields={name: response_fields()[name] for name in ("input", "instructions", "tools")},
+        needs=("input",),
+        protocol=RESPONSES,
+    ),
+    *(
+        Endpoint(
+            f"/v1/{kind}",
+            LORA_HANDLERS[kind],
+            "POST",
+            content_type="text/plain",
+            fields={name: wire.schema_of(field.check) for name, field in fields.items()},
+            needs=("lora_name",),
+            protocol=OPENAI,
+        )
+        for kind, fields in wire.LORA_FIELDS.items()
+    ),
+)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from aiohttp import web
 
 from engine.errors import EngineUnavailable
 from gateway import api_keys, http_responses
 from gateway.app_keys import CONFIG, DRAINING, OPENAI
+from gateway.endpoint import Handler
 from gateway.http_errors import http_refusal
 from gateway.http_responses import CONTEXT
 from gateway.web import is_for_people
@@ -19,7 +18,6 @@ UNGUARDED = (
     *("/v2/health/live", "/v2/health/ready"),
 )
 CLIENT_DISCONNECTED = 499  # used in the log only
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware

@@ -1,7 +1,7 @@
 """OpenAPI document of the service port.
 
-It is generated from the routes, from the fields that the protocols declare, from the kinds of errors, and from sample
-answers that the protocols write.
+It is generated from the routes, from the fields that the protocols and endpoints declare, from the kinds of errors, and
+from sample answers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from aiohttp import web
 from engine import __version__
 from engine.errors import KINDS, RequestError
 from engine.wire import Final, Usage
-from gateway import endpoints, server_info, stored_responses
 from gateway.api_keys import InvalidApiKey
+from gateway.endpoint import Endpoint
 from gateway.protocol import ClientProtocol, RequestContext
-from gateway.triton import metadata as triton
 
 Json = dict[str, Any]
 
@@ -34,8 +33,17 @@ SAMPLE_ANSWER = Final(
 )
 
 
-def openapi_document(app: web.Application, protocols: Sequence[ClientProtocol], unguarded: Collection[str]) -> Json:
-    """Return the OpenAPI 3.1 document of `app`. Paths in `unguarded` need no API key."""
+def openapi_document(
+    app: web.Application,
+    protocols: Sequence[ClientProtocol],
+    endpoints: Sequence[Endpoint],
+    unguarded: Collection[str],
+) -> Json:
+    """Return the OpenAPI 3.1 document of `app`, whose other routes are `endpoints`.
+
+    Paths in `unguarded` need no API key.
+    """
+    described = {(each.method, each.canonical_path): each for each in endpoints}
     schemas: Json = {}
     paths: Json = {}
     for route in app.router.routes():
@@ -43,7 +51,7 @@ def openapi_document(app: web.Application, protocols: Sequence[ClientProtocol], 
             continue
         path = route.resource.canonical
         speaking = [each for each in protocols if path in each.paths]
-        operation = _exchange(path, speaking, schemas) if speaking else _plain(path)
+        operation = _exchange(path, speaking, schemas) if speaking else _plain(described[route.method, path])
         operation["responses"] |= _errors(path, route.method, path in unguarded)
         operation["summary"] = str(route.handler.__doc__).partition("\n")[0]
         if named := re.findall(r"\{(\w+)\}", path):
@@ -85,16 +93,14 @@ def _exchange(path: str, speaking: Sequence[ClientProtocol], schemas: Json) -> J
     return {"requestBody": {"required": True, "content": body}, "responses": {"200": _response("the answer", content)}}
 
 
-def _plain(path: str) -> Json:
-    """Return the operation of any other path, from the samples of `server_info`, `endpoints` and `stored_responses`."""
-    samples, content = {**server_info.SAMPLES, **triton.SAMPLES, **endpoints.SAMPLES, **stored_responses.SAMPLES}, {}
-    if path in samples:
-        content = {"application/json": {"schema": _shape(samples[path])}}
-    elif kind := {**server_info.TEXTS, **endpoints.TEXTS}.get(path):
-        content = {kind: {"schema": {"type": "string"}}}
+def _plain(endpoint: Endpoint) -> Json:
+    """Return the operation of an endpoint that does not generate text."""
+    is_json = endpoint.content_type == "application/json"
+    schema = _shape(endpoint.sample) if is_json else {"type": "string"}
+    content = {endpoint.content_type: {"schema": schema}} if endpoint.content_type else {}
     operation: Json = {"responses": {"200": _response("the answer", content)}}
-    if path in endpoints.FIELDS:
-        body = {"application/json": {"schema": _object(endpoints.FIELDS[path], endpoints.NEEDS[path])}}
+    if endpoint.fields:
+        body = {"application/json": {"schema": _object(endpoint.fields, endpoint.needs)}}
         operation["requestBody"] = {"required": True, "content": body}
     return operation
 

@@ -1,11 +1,9 @@
-"""GET endpoints that describe the server: health, load, metrics, status, version, models and the OpenAPI document.
-
-SAMPLES has an example of each answer for the document.
-"""
+"""GET endpoints that describe the server: health, load, metrics, status, version, models and the OpenAPI document."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -14,6 +12,7 @@ from engine import __version__
 from engine.wire import ModelState
 from gateway import metrics
 from gateway.app_keys import BACKEND, CONFIG, DOCUMENT, OPENAI, READY, served_name
+from gateway.endpoint import Endpoint
 from gateway.health import as_response
 from gateway.http_responses import CONTEXT, REQUEST_TIMEOUT, json_response
 from gateway.openai import BASE
@@ -21,6 +20,7 @@ from gateway.openapi_html import openapi_html
 from gateway.web import is_for_people, page, show_file
 
 STARTED = int(time.time())
+VERSION = {"version": __version__}
 
 
 async def show_root(request: web.Request) -> web.Response:
@@ -55,7 +55,7 @@ async def show_status(request: web.Request) -> web.Response:
 
 async def show_version(_: web.Request) -> web.Response:
     """Return the server's version."""
-    return json_response(SAMPLES["/version"])
+    return json_response(VERSION)
 
 
 async def show_document(request: web.Request) -> web.Response:
@@ -120,27 +120,20 @@ def _endpoints(name: str, paths: set[str]) -> dict[str, Any]:
     return {"model": name, "endpoints": sorted(paths)}
 
 
-ROUTES = {
-    "/": show_root,
-    "/page/{file}": show_file,
-    **dict.fromkeys(("/health", "/ping"), show_health),
-    "/load": show_load,
-    "/metrics": show_metrics,
-    "/status": show_status,
-    "/version": show_version,
-    "/openapi.json": show_document,
-    "/docs": show_page,
-    **{f"{prefix}/models": list_models for prefix in ("/v1", BASE)},
-    **{f"{prefix}/models/{{model:.+}}": show_model for prefix in ("/v1", BASE)},
-}
 MODEL_SAMPLE = _model_fields("default", None)
-SAMPLES: dict[str, Any] = {
-    "/": _endpoints("default", {"/"}),
-    "/version": {"version": __version__},
-    "/status": _status("default", ModelState(ready=True)),
-    "/openapi.json": {},
-    "/load": _load(ModelState(ready=True)),
-    **{f"{prefix}/models": {"object": "list", "data": [MODEL_SAMPLE]} for prefix in ("/v1", BASE)},
-    **{f"{prefix}/models/{{model}}": MODEL_SAMPLE for prefix in ("/v1", BASE)},
-}
-TEXTS = {"/metrics": metrics.CONTENT_TYPE.partition(";")[0], "/docs": "text/html", "/page/{file}": "*/*"}
+ENDPOINTS: Sequence[Endpoint] = (
+    Endpoint("/", show_root, sample=_endpoints("default", {"/"})),
+    Endpoint("/page/{file}", show_file, content_type="*/*"),
+    *(Endpoint(path, show_health, content_type="") for path in ("/health", "/ping")),
+    Endpoint("/load", show_load, sample=_load(ModelState(ready=True))),
+    Endpoint("/metrics", show_metrics, content_type=metrics.CONTENT_TYPE.partition(";")[0]),
+    Endpoint("/status", show_status, sample=_status("default", ModelState(ready=True))),
+    Endpoint("/version", show_version, sample=VERSION),
+    Endpoint("/openapi.json", show_document, sample={}),
+    Endpoint("/docs", show_page, content_type="text/html"),
+    *(
+        Endpoint(f"{prefix}/models", list_models, sample={"object": "list", "data": [MODEL_SAMPLE]})
+        for prefix in ("/v1", BASE)
+    ),
+    *(Endpoint(f"{prefix}/models/{{model:.+}}", show_model, sample=MODEL_SAMPLE) for prefix in ("/v1", BASE)),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -12,6 +12,7 @@ from engine import wire
 from engine.errors import Cancelled, InvalidRequest, UnknownAnswer
 from gateway import http_responses
 from gateway.app_keys import BACKEND, RESPONSES, name_adapter
+from gateway.endpoint import Endpoint
 from gateway.http_responses import CONTEXT, REQUEST_TIMEOUT, json_response
 from gateway.request_id import UniqueIdBackend
 from gateway.responses import PATH, PREVIOUS
@@ -109,9 +110,8 @@ def _question(response_id: str, action: str) -> dict[str, Any]:
 
 
 RESPONSE_PATH = f"{PATH}/{{response_id}}"
-ROUTES = [
-    web.get(RESPONSE_PATH, retrieve_response),
-    web.delete(RESPONSE_PATH, delete_response),
-    web.post(f"{RESPONSE_PATH}/cancel", cancel_response),
-]
-SAMPLES = dict.fromkeys((RESPONSE_PATH, f"{RESPONSE_PATH}/cancel"))  # None: the form of a response depends on its state
+ENDPOINTS: Sequence[Endpoint] = (  # without samples, because the form of a response depends on its state
+    Endpoint(RESPONSE_PATH, retrieve_response),
+    Endpoint(RESPONSE_PATH, delete_response, "DELETE"),
+    Endpoint(f"{RESPONSE_PATH}/cancel", cancel_response, "POST"),
+)

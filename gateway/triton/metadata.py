@@ -1,21 +1,21 @@
-"""GET endpoints of Triton's HTTP protocol: health and metadata.
+"""Endpoints of Triton's HTTP protocol that do not generate text: health, metadata, and the refusal of infer.
 
-Triton's own configuration and statistics are available over gRPC only. SAMPLES has an example of each answer for the
-OpenAPI document.
+Triton's own configuration and statistics are available over gRPC only.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from aiohttp import web
 
 from engine import __version__
 from engine.wire.triton import DATATYPE, INPUT, MODEL, OUTPUT, VERSION
 from gateway.app_keys import BACKEND, READY
+from gateway.endpoint import Endpoint
 from gateway.health import NOT_REACHABLE, HealthStatus, as_response
 from gateway.http_responses import json_response
-from gateway.triton import ROOT
+from gateway.triton import ROOT, ROOTS
 
 SERVER = {"name": "triton", "version": __version__, "extensions": ["generate"]}
 METADATA = {
@@ -71,17 +71,15 @@ def _check_model(request: web.Request) -> None:
         )
 
 
-ROUTES = {
-    "/v2": show_server,
-    "/v2/health/live": show_live,
-    "/v2/health/ready": show_ready,
-    "/v2/models/{model}": show_model,
-    "/v2/models/{model}/ready": show_model_ready,
-    "/v2/models/{model}/versions/{version}": show_model,
-    "/v2/models/{model}/versions/{version}/ready": show_model_ready,
-}
-SAMPLES: dict[str, Any] = {
-    "/v2": SERVER,
-    "/v2/models/{model}": METADATA,
-    "/v2/models/{model}/versions/{version}": METADATA,
-}
+def _of_model(root: str) -> tuple[Endpoint, Endpoint]:
+    return Endpoint(root, show_model, sample=METADATA), Endpoint(f"{root}/ready", show_model_ready, content_type="")
+
+
+ENDPOINTS: Sequence[Endpoint] = (
+    *(Endpoint(f"{root}/infer", refuse_infer, "POST", content_type="") for root in ROOTS),
+    Endpoint("/v2", show_server, sample=SERVER),
+    Endpoint("/v2/health/live", show_live, content_type=""),
+    Endpoint("/v2/health/ready", show_ready, content_type=""),
+    *_of_model("/v2/models/{model}"),
+    *_of_model("/v2/models/{model}/versions/{version}"),
+)
