@@ -11,6 +11,7 @@ last line of the output is JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -183,16 +184,20 @@ def main() -> int:
     parser.add_argument("shape", help="of benchmarks.random_checkpoint, without latent attention")
     parser.add_argument("--layers", type=int, default=8, help="of the model; float32 has to fit on one GPU")
     parser.add_argument("--gpus", nargs=2, default=["0", "1"])
+    parser.add_argument("--splits", nargs="+", choices=("width", "experts"), default=["width", "experts"])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="those that are compared")
     args = parser.parse_args()
-    folders = {(dtype, split): exported(args.shape, args.layers, dtype, split) for dtype in DTYPES for split in SPLITS}
-    alone = {dtype: start(folders[dtype, ONE], 1, gpu) for dtype, gpu in zip(DTYPES, args.gpus, strict=True)}
+    alone = {
+        dtype: start(exported(args.shape, args.layers, dtype, ONE), 1, gpu)
+        for dtype, gpu in zip(DTYPES, args.gpus, strict=True)
+    }
     one = {dtype: answers_of(process) for dtype, process in alone.items()}
     report = {"bfloat16 and float32, one GPU": compared(one["bfloat16"], one["float32"])}
-    for (dtype, split), folder in folders.items():
-        if split != ONE:
-            found = answers_of(start(folder, 2, ",".join(args.gpus)))
-            report[f"{dtype}, {split}"] = compared(found, one[dtype])
-            print(f"{dtype}, {split}", report[f"{dtype}, {split}"], flush=True)
+    print("bfloat16 and float32", *report.values(), flush=True)
+    for split, dtype in itertools.product(args.splits, args.dtypes):
+        name, folder = f"{dtype}, two, by {split}", exported(args.shape, args.layers, dtype, f"two, by {split}")
+        report[name] = compared(answers_of(start(folder, 2, ",".join(args.gpus))), one[dtype])
+        print(name, report[name], flush=True)
     print(json.dumps({"shape": args.shape, "layers": args.layers, **report}))
     return 0
 
