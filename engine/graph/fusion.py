@@ -32,7 +32,7 @@ def fuse(graph: Graph, available: Collection[str], keep_products: bool = False) 
             if chain and all(_may_move(each, nodes) for each in chain[:-1]):
                 for each in chain[:-1]:
                     nodes.remove(each)
-                node = _joined(name, chain)
+                node = made_by[node.outputs[0].id] = _joined(name, chain)
                 break
         nodes.append(node)
     logits = [graph.outputs["logits"]] if "logits" in graph.outputs else []

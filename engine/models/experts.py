@@ -36,7 +36,7 @@ class SharedExpert:
         """Return the output of the experts plus that of this MLP, both of this rank."""
         y = self.mlp(run, x)
         if self.gate is None:
-            return run.ops.add(experts, y)
+            return run.ops.add(y, experts)  # the product first, so that GPUs fuse it with the sum
         return run.ops.add_gated(experts, y, x, *run.stored(self.gate))
 
 

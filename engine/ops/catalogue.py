@@ -321,6 +321,17 @@ def _gated(linear: Op) -> Op:
     )
 
 
+LINEAR_ADD = replace(
+    OPS["linear"],
+    name="linear_add",
+    inputs=(*OPS["linear"].inputs, *arrays("z [T, N]")),
+    formula="`linear(..) + z`.",
+    header="",
+    is_row_wise=False,
+    fuses=("linear", "add"),
+)
+
+
 def _summed(product: Op) -> Op:
     """Return the fusion of a product with the sum over all ranks and the norm behind it."""
     norm = OPS["add_rms_norm"]
@@ -349,7 +360,8 @@ FUSED = (
         header="",
         fuses=("head_norm", "paged_attention"),
     ),
-    *(_summed(OPS[name]) for name in ("linear", "expert_down")),
+    LINEAR_ADD,
+    *(_summed(each) for each in (OPS["linear"], OPS["expert_down"], LINEAR_ADD)),
     replace(
         OPS["add_rms_norm"],
         name="all_reduce_add_rms_norm",

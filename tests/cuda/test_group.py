@@ -18,7 +18,7 @@ from engine.ops.cpu.group import Membership  # noqa: E402
 from engine.ops.cuda import group, norms, rank_products  # noqa: E402
 from engine.ops.cuda.experts import expert_down  # noqa: E402
 from engine.ops.cuda.one_shot_all_reduce import CAPACITY, MAX_PROGRAMS  # noqa: E402
-from engine.ops.cuda.products import linear  # noqa: E402
+from engine.ops.cuda.products import linear, linear_add  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.pure.ranks import tcp_pair  # noqa: E402
 
@@ -156,6 +156,7 @@ def summed_products(rank, device):
             both, given = x.repeat(1, 2), (ids, weights, matrices, None)
             products = [
                 (rank_products.linear_all_reduce_add_rms_norm, linear, (x, matrices[:96], None), {}),
+                (rank_products.linear_add_all_reduce_add_rms_norm, linear_add, (x, matrices[96:192], None, x), {}),
                 (rank_products.expert_down_all_reduce_add_rms_norm, expert_down, (both, *given), {"num_experts": 4}),
             ]
             for fused, product, inputs, sizes in products:

@@ -142,6 +142,9 @@ def test_linear(ops, rng, num_rows, width):
     assert_close(ops.linear(x, weight), reference.linear(x, weight), 1e-5)
     assert_close(ops.linear(x, weight, bias), reference.linear(x, weight, bias), 1e-5)
     assert_close(ops.logits(x, weight), reference.linear(x, weight), 1e-5)
+    z = floats(rng, num_rows, 34)
+    for each in (bias, None):
+        assert_close(ops.linear_add(x, weight, each, z), reference.linear(x, weight, each) + z, 1e-5)
     for columns in (40,) if IS_INTERPRETED else (5000, 10300):  # which are shared out to programs in other ways
         wide = floats(rng, columns, 70)
         assert_close(ops.linear(x[:, :70], wide), reference.linear(x[:, :70], wide), 1e-5)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from engine.ops.cuda import skinny_gemm
 from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.one_shot_all_reduce import CAPACITY, PeerBuffers, ranks_of, recipients, send_columns
-from engine.ops.cuda.pointwise import swiglu
+from engine.ops.cuda.pointwise import add, swiglu
 
 # Up to so many columns: the rows of weights of a program, and columns at a time. As measured on an H200 in the shapes
 # of a model and of its shares on two and four GPUs: few programs need much to read each, many are best small.
@@ -28,6 +28,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, to: PeerBuffer
     if skinny_gemm.are_few(x):
         return skinny_gemm.multiply(x, weight, bias, x.new_empty(len(x), len(weight)))
     return functional.linear(x, weight, bias)
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, to: PeerBuffers | None = None) -> Tensor:
+    """Compute `linear`, then `add` with z [T, N]. Without a bias, the kernel of a single row adds z to its sums, and
+    sends the row to the ranks of `to`."""
+    if len(x) == 1 and bias is None:
+        return _gemv(x, weight, z, x.new_empty(1, len(weight)), to=to)
+    return add(linear(x, weight, bias), z)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

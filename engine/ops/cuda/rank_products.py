@@ -18,6 +18,21 @@ def linear_all_reduce_add_rms_norm(
     return _add_norm(products.linear(x, weight, bias, to), residual, norm_weight, epsilon, to)
 
 
+def linear_add_all_reduce_add_rms_norm(  # noqa: PLR0913 - as the ops
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    *,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute `linear_add`, `all_reduce` and `add_rms_norm`."""
+    to = group.peers_of(residual) if len(x) == 1 and bias is None else None
+    return _add_norm(products.linear_add(x, weight, bias, z, to), residual, norm_weight, epsilon, to)
+
+
 def expert_down_all_reduce_add_rms_norm(
     h: Tensor,
     topk_ids: Tensor,

@@ -86,6 +86,28 @@ def test_a_product_before_the_sum_and_the_norm_joins_them_unless_adapters_are_ad
     assert fused.nodes[-1].updated == value(4)
 
 
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_a_product_and_what_is_added_to_it_become_one_also_before_a_sum_over_ranks(is_summed):
+    nodes = [
+        Node("linear", (value(0), value(1), None), (value(2),), {}),
+        Node("add", (value(2), value(3)), (value(4),), {}),
+        Node("all_reduce", (value(4),), (value(5),), {}),
+        Node("add_rms_norm", (value(5), value(6), value(7)), (value(8), value(9)), {"epsilon": 0.5}),
+    ]
+    [fused] = fuse(graph(*nodes, output=value(8)) if is_summed else graph(*nodes[:2], output=value(4)), ALL).nodes
+    assert fused.op == ("linear_add_all_reduce_add_rms_norm" if is_summed else "linear_add")
+    inputs = (value(0), value(1), None, value(3), *((value(6), value(7)) if is_summed else ()))
+    assert fused.inputs == inputs and fused.updated == (value(6) if is_summed else None)
+
+
+def test_a_product_that_is_added_to_something_before_it_stays():
+    nodes = (
+        Node("linear", (value(0), value(1), None), (value(2),), {}),
+        Node("add", (value(3), value(2)), (value(4),), {}),
+    )
+    assert names(fuse(graph(*nodes, output=value(4)), ALL)) == ["linear", "add"]
+
+
 @pytest.mark.parametrize("is_gathered", [False, True])
 def test_the_product_that_makes_the_logits_has_an_op_of_its_own(is_gathered):
     nodes = [
