@@ -165,7 +165,7 @@ class OptionParser(argparse.ArgumentParser):
 
 def _synonyms(env: str) -> list[str]:
     """Return other names of a setting, which --help shows: those of vLLM and FastDeploy."""
-    rows = [row for row in table.ROWS if row.is_option and row.is_synonym and row.setting == env]
+    rows = [row for row in table.ROWS if row.setting == env and row.is_option and row.is_synonym]
     short = [name for name, of in SHORT.items() if of == env]
     return short + [name for row in rows if {VLLM, FASTDEPLOY} & {*row.servers} for name in row.names]
 

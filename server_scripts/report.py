@@ -6,16 +6,19 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.address import connect_host, in_url
 from engine.log import printable
 from engine.settings.foreign.table import notes_on_variables
 from engine.settings.unused import likely_misspelt
 from server_scripts import logs
-from server_scripts.child import Child
 from server_scripts.processes import ENGINE, GATEWAY, TRITONSERVER
 from server_scripts.run_dir import ServerState, stop_command
-from server_scripts.supervisor import StartFailed, Supervisor
+
+if TYPE_CHECKING:  # they take half as long to import as the rest of start_server
+    from server_scripts.child import Child
+    from server_scripts.supervisor import StartFailed, Supervisor
 
 NEWS_EVERY_S = 10.0  # repeat the current step, because silence looks like a hang
 NUM_LAST_LINES = 15

@@ -30,7 +30,6 @@ from server_scripts.mpirun import WORLD, check_mpirun, is_repetition
 from server_scripts.options import OptionParser
 from server_scripts.processes import log_paths
 from server_scripts.report import Reporter, report_useless_variables
-from server_scripts.scheduler import check_instances
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
@@ -89,6 +88,8 @@ def read_settings(report: Callable[[str], None]) -> Config:
     if note := check_mpirun(config, os.environ):
         report(f"note: {note}")
     if config.splitwise_role == SCHEDULER:
+        from server_scripts.scheduler import check_instances  # imported late, because it imports the probe
+
         check_instances(os.environ)
     if config.lora_path and not config.lora_path.is_dir():
         raise ConfigError(f"LORA_DIR is {config.lora_dir!r}, there is no such folder")

@@ -7,7 +7,6 @@ PATH (so a virtual environment comes first there) and ignores PYTHONPATH.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import math
 import os
@@ -43,6 +42,12 @@ class Tritonserver:
     backends: Path  # folder that contains python/
     stub: Path  # process that runs model.py
     libraries: tuple[Path, ...] = ()  # folders for LD_LIBRARY_PATH
+
+
+def _version_of(package: str) -> str:
+    import importlib.metadata  # imported late: it takes as long as the rest of this module
+
+    return importlib.metadata.version(package)
 
 
 def find_tritonserver() -> Tritonserver:
@@ -100,7 +105,7 @@ def prepare(found: Tritonserver, folder: Path, repository: Path) -> None:
         (python_backend / path.name).symlink_to(path)
     (python_backend / STUB).unlink(missing_ok=True)
     (python_backend / STUB).symlink_to(found.stub)
-    if _needs_numpy_1(found.stub) and not importlib.metadata.version("numpy").startswith("1."):
+    if _needs_numpy_1(found.stub) and not _version_of("numpy").startswith("1."):
         (python_backend / BACKEND_UTILS).rename(python_backend / f"original_{BACKEND_UTILS}")
         (python_backend / BACKEND_UTILS).symlink_to(Path(__file__).with_name("backend_utils_numpy2.py"))
     if library := find_libpython():
