@@ -35,9 +35,17 @@ class Browser:
         self.driver = driver
 
     def open(self, url: str) -> None:
-        """Open a page in a tab without cookies and stored data."""
+        """Open a page in a tab without cookies and stored data. Close the others, whose pages go on asking, and forget
+        what they have asked for and written."""
+        before = self.driver.window_handles
         self.driver.switch_to.new_window("tab")
-        self.driver.get_log("performance")
+        current = self.driver.current_window_handle
+        for handle in before:
+            self.driver.switch_to.window(handle)
+            self.driver.close()
+        self.driver.switch_to.window(current)
+        for kind in ("performance", "browser"):
+            self.driver.get_log(kind)
         self.driver.get(url)
 
     def find(self, selector: str) -> list[WebElement]:

@@ -133,20 +133,25 @@ def test_metrics_are_served(echo):
     assert "nv_inference_request_success" in page_of(echo[0])
 
 
+def wait_until_another_answers(server, process, before):
+    """Wait for another tritonserver than the one with pid `before`."""
+
+    def answers():
+        try:
+            return pid_or_zero(server, "tritonserver") not in (0, before) and probe(server).state()["ready"]
+        except ProbeError:
+            return False
+
+    wait_until(answers, server.run_dir.parent, process)
+
+
 @pytest.mark.parametrize("name", ["stub", "tritonserver"])
 def test_a_killed_process_is_noticed_and_the_server_answers_again(echo, name):
     server, process = echo
     wait_until(lambda: pid_or_zero(server, "stub"), server.run_dir.parent, process)
     before = server.pid_of("tritonserver")
     os.kill(server.pid_of(name), signal.SIGKILL)
-
-    def answers():
-        try:
-            return pid_or_zero(server, "tritonserver") != before and probe(server).state()["ready"]
-        except ProbeError:
-            return False
-
-    wait_until(answers, server.run_dir.parent, process)
+    wait_until_another_answers(server, process, before)
     assert words(server, "and again") == ["and", "again"]
     assert "nv_inference_request_success" in page_of(server)
     assert len(shared_memory(server)) == 1  # the killed one's is gone
@@ -154,11 +159,10 @@ def test_a_killed_process_is_noticed_and_the_server_answers_again(echo, name):
 
 def test_a_frozen_stub_is_noticed_too(echo):
     server, process = echo
-    folder = server.run_dir.parent
-    wait_until(lambda: pid_or_zero(server, "stub"), folder, process)
+    wait_until(lambda: pid_or_zero(server, "stub"), server.run_dir.parent, process)
     before = server.pid_of("tritonserver")
     os.kill(server.pid_of("stub"), signal.SIGSTOP)
-    wait_until(lambda: pid_or_zero(server, "tritonserver") not in (0, before), folder, process)
+    wait_until_another_answers(server, process, before)
 
 
 def pid_or_zero(server, name):
