@@ -12,7 +12,7 @@ from tests.server import running_replicas
 
 KEYS = {"alice": {"key": "alices", "max_requests": 2}, "bob": {"key": "bobs", "tokens_per_minute": 1000}}
 LONG = {"text": "Count.", "min_dec_len": 3000, "max_dec_len": 3000, "temperature": 0}
-NUM_ATTEMPTS = 30  # of requests of few tokens, which do not use up the limit themselves
+NUM_ATTEMPTS = 100  # of requests of few tokens, which do not use up the limit themselves
 
 
 @pytest.fixture(scope="module")

@@ -145,7 +145,7 @@ def test_a_collector_that_is_slow_or_away_delays_no_request(is_silent, monkeypat
             start = time.monotonic()
             for _ in range(3 * tracing.MAX_WAITING):
                 tracer.send([Span("s", own, "", 1.0, 2.0)])
-            assert time.monotonic() - start < 20  # one by one it would be twenty minutes
+            assert time.monotonic() - start < 120  # one by one it would be twenty minutes
             assert gateway.post("/v1/completions", {"prompt": "a"})["choices"]
             wait_until(lambda: "spans are lost" in caplog.text)
             tracer.close()

@@ -13,6 +13,7 @@ from engine.errors import TokenizerError
 from engine.exporting.cache import NUM_PIECES, PIECE, WHOLE_UP_TO, _fingerprint, _identity, export_cached
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import GRAPH_VERSION, is_exported
+from tests.patience import PATIENCE_S
 
 
 def change_manifest(**keys):
@@ -153,7 +154,7 @@ def test_two_starts_at_once_export_once(a_checkpoint, tmp_path, no_paddle):
 
     def first_progress(step: str) -> None:
         entered.set()
-        assert waiting.wait(10)
+        assert waiting.wait(PATIENCE_S)
 
     def second_progress(step: str) -> None:
         steps.append(step)
@@ -164,7 +165,7 @@ def test_two_starts_at_once_export_once(a_checkpoint, tmp_path, no_paddle):
 
     first = threading.Thread(target=start, args=(first_progress,))
     first.start()
-    assert entered.wait(10)
+    assert entered.wait(PATIENCE_S)
     start(second_progress)
     first.join()
     assert steps == ["wait for another process that exports the same checkpoint"]

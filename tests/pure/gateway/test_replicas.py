@@ -279,7 +279,7 @@ def test_requests_of_an_owner_that_were_sent_since_the_last_poll_count():
         busy(replicas, 1)
         body = {**ASK, "_owner": {"name": "alice", "max_requests": 1}}
         answers = asyncio.create_task(answer_of(replicas, body))
-        await asyncio.to_thread(replicas.local.backend.waiting.acquire, timeout=5)
+        await asyncio.to_thread(replicas.local.backend.waiting.acquire, timeout=60)
         [other] = replicas.fakes
         assert owner_of(replicas.with_usage(body, other)).num_open_elsewhere == 1
         assert owner_of(replicas.with_usage(body, replicas.local)).num_open_elsewhere == 0

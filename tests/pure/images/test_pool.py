@@ -19,7 +19,7 @@ from engine.images.processor import ImageError, ImageProcessor
 from engine.images.worker import ImageSetup
 from tests.image_requests import a_file, write_vision_model
 from tests.images import an_image
-from tests.patience import wait_until
+from tests.patience import PATIENCE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 def make(model):
     pools = []
 
-    def make(size=1, max_pixels=10**6, memory_bytes=256 << 20, timeout_s=20.0):
+    def make(size=1, max_pixels=10**6, memory_bytes=256 << 20, timeout_s=PATIENCE_S):
         pools.append(ImageWorkerPool(ImageSetup(str(model), max_pixels, memory_bytes, timeout_s), size))
         return pools[-1]
 
@@ -44,7 +44,7 @@ def make(model):
 
 @pytest.fixture(scope="module")
 def pool(model):
-    pool = ImageWorkerPool(ImageSetup(str(model), 10**8, 100 << 20, 20.0), 1)
+    pool = ImageWorkerPool(ImageSetup(str(model), 10**8, 100 << 20, PATIENCE_S), 1)
     yield pool
     pool.close()
 
