@@ -57,6 +57,8 @@ test: quick  ## all tests, those that need nothing first, with the coverage of t
 # Some wait for processes, so that half as many again as there are cores are busy. Python keeps what it has compiled:
 # each of them, and each process that they start, would do it again.
 test coverage quick: export PYTHONDONTWRITEBYTECODE =
+# The matrices of the tests are small, and the cores are taken by other workers.
+coverage quick: export OPENBLAS_NUM_THREADS = 1
 QUICK = -m "not slow"
 quick: install $(TESTS)  ## the tests that need no server and take no more than two minutes, on all cores
 	$(BIN)/python -m pytest tests/pure $(QUICK) $(COVERAGE) --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8 \

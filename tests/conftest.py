@@ -25,6 +25,10 @@ def pytest_configure():
     )  # libraries and thousands of tests are no garbage, but are looked at whenever it is sought
 
 
+def pytest_collection_finish():
+    gc.freeze()  # what has been collected lives until the end: each search through it would take half a second
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         folder = Path(item.path).parent.name

@@ -78,12 +78,12 @@ BASE = Config(max_dec_len=64, batch_size=NUM_REQUESTS, max_num_batched_tokens=64
 @pytest.mark.parametrize(
     ("settings", "num_blocks", "preempts"),
     [
-        pytest.param({}, 400, False, id="together"),
-        pytest.param({"max_num_batched_tokens": 4096}, 400, False, id="whole prompts"),
+        pytest.param({}, 400, False, id="together", marks=pytest.mark.slow),
+        pytest.param({"max_num_batched_tokens": 4096}, 400, False, id="whole prompts", marks=pytest.mark.slow),
         pytest.param({"batch_size": 7, "max_num_batched_tokens": 17}, 400, False, id="small chunks"),
         pytest.param({"block_ratio": 0.9}, 24, True, id="tiny pool"),
         pytest.param({"block_ratio": 0.9, "enable_prefix_caching": False}, 16, True, id="tiny pool without cache"),
-        pytest.param({"block_ratio": 1.0}, 24, False, id="worst case reserved"),
+        pytest.param({"block_ratio": 1.0}, 24, False, id="worst case reserved", marks=pytest.mark.slow),
     ],
 )
 def test_thirty_two_requests_together_answer_as_one_by_one(graph_dir, alone, settings, num_blocks, preempts):
@@ -100,6 +100,7 @@ def test_a_warm_prefix_cache_changes_no_bit(graph_dir, alone):
     assert loop.stats()["num_cached_tokens"] > 1000
 
 
+@pytest.mark.slow
 def test_preemption_chunks_and_a_warm_prefix_cache_change_no_bit_with_an_int8_cache_of_latents(exported):
     graph_dir, requests = exported("deepseek_v3", block_size=BLOCK_SIZE, int8_cache=True), random_requests(seed=1)
     config = Config(block_bs=4, max_dec_len=64, enable_prefix_caching=False)

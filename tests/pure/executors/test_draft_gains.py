@@ -89,14 +89,14 @@ def rate(steps: list[tuple[int, float]]) -> float:
 # The times of the models of docs/benchmarks.md, and of others whose drafts pay by about 10% or by much.
 PAYING = [
     pytest.param(1, Device(3.77, 4.7, 0.02, 0.3, 0.65), id="draft model, 1"),
-    pytest.param(8, Device(4.05, 5.0, 0.02, 0.4, 0.7), id="draft model, 8"),
-    pytest.param(1, Device(4.02, 4.9, 0.02, 0.3, 0.33), id="EAGLE-3, 1"),
+    pytest.param(8, Device(4.05, 5.0, 0.02, 0.4, 0.7), id="draft model, 8", marks=pytest.mark.slow),
+    pytest.param(1, Device(4.02, 4.9, 0.02, 0.3, 0.33), id="EAGLE-3, 1", marks=pytest.mark.slow),
     pytest.param(64, Device(8.6, 13.0, 0.02, 0.7, 0.7), id="MTP, 64"),
-    pytest.param(1, Device(4.0, 4.9, 0.02, 0.3, 1.5), id="12%, 1"),
-    pytest.param(16, Device(4.4, 6.9, 0.05, 0.3, 0.5), id="8%, 16"),
+    pytest.param(1, Device(4.0, 4.9, 0.02, 0.3, 1.5), id="12%, 1", marks=pytest.mark.slow),
+    pytest.param(16, Device(4.4, 6.9, 0.05, 0.3, 0.5), id="8%, 16", marks=pytest.mark.slow),
     pytest.param(256, Device(15.0, 18.0, 0.018, 1.0, 1.5), id="10%, 256"),
     pytest.param(1, Device(4.0, 4.3, 0.02, 0.1, 0.15), id="greatly, 1"),
-    pytest.param(16, Device(4.4, 4.9, 0.005, 0.2, 0.2), id="greatly, 16"),
+    pytest.param(16, Device(4.4, 4.9, 0.005, 0.2, 0.2), id="greatly, 16", marks=pytest.mark.slow),
     pytest.param(256, Device(15.0, 16.0, 0.002, 1.0, 1.0), id="greatly, 256"),
 ]
 

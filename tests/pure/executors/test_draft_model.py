@@ -92,7 +92,12 @@ def graph_dirs(checkpoints, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "case",
-    [("itself", 1, 400), ("another", 1, 400), ("itself", 1, 14), ("itself", 2, 400)],
+    [
+        pytest.param(("itself", 1, 400), marks=pytest.mark.slow),
+        ("another", 1, 400),
+        ("itself", 1, 14),
+        pytest.param(("itself", 2, 400), marks=pytest.mark.slow),
+    ],
     ids=["right", "wrong", "tiny pool", "ranks"],
 )
 def test_answers_with_a_draft_model_are_those_without(checkpoints, graph_dirs, tmp_path, case):

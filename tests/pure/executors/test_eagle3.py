@@ -50,7 +50,7 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(family, num_ranks, gr
 @pytest.mark.parametrize(
     "case",
     [
-        ("qwen3", True, 1, 400),
+        pytest.param(("qwen3", True, 1, 400), marks=pytest.mark.slow),
         ("qwen3", True, 1, 14),
         ("llama", False, 1, 400),
         pytest.param(("qwen3", True, 2, 14), marks=pytest.mark.slow),

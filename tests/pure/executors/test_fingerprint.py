@@ -56,6 +56,7 @@ def test_two_ranks_add_in_another_order_and_have_another_fingerprint(exported):
     assert found not in (0, fingerprint_of(one)) and fingerprint_of(two, mp_num=2) == found
 
 
+@pytest.mark.slow
 def test_the_fingerprint_tells_instruction_sets_apart(exported):
     graph_dir = exported("qwen2", block_size=16)
     portable = in_process(graph_dir, CPU_ISA="portable")

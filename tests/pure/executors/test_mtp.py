@@ -102,7 +102,7 @@ def check_drafts(exported: Path, config: Config, golden: Path, draft_ids: np.nda
 @pytest.mark.parametrize(
     "case",
     [
-        ("glm4_moe", True, 1, 400),
+        pytest.param(("glm4_moe", True, 1, 400), marks=pytest.mark.slow),
         ("glm4_moe", True, 1, 14),
         ("qwen3_5_text", False, 1, 400),
         pytest.param(("glm4_moe", True, 2, 14), marks=pytest.mark.slow),
@@ -115,6 +115,7 @@ def test_answers_with_an_mtp_layer_are_those_without(case, graph_dir):
     check_layer_answers(graph_dir, case, DRAFTING)
 
 
+@pytest.mark.slow
 def test_answers_with_an_mtp_layer_and_an_int8_cache_of_latents_are_those_without(graph_dir):
     with_int8_cache = functools.partial(graph_dir, int8_cache=True)
     check_layer_answers(with_int8_cache, ("deepseek_v3", True, 1, 14), DRAFTING)

@@ -303,6 +303,7 @@ def test_an_export_that_fails_late_leaves_nothing(a_checkpoint, tmp_path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.slow
 def test_an_export_never_has_all_weights_in_memory(a_checkpoint, tmp_path):
     """It has the weights of one of the 24 layers at a time, besides the tables."""
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 24}

@@ -3,7 +3,6 @@
 import contextlib
 import json
 
-import anthropic
 import pytest
 
 from engine import wire
@@ -22,6 +21,8 @@ THINKING = {"type": "enabled", "budget_tokens": 1024}
 
 @contextlib.contextmanager
 def a_client(gateway, key="any"):
+    import anthropic  # late, as it takes a second of every test worker
+
     http_client = anthropic.DefaultHttpxClient(verify=False)  # reads no certificates, which would take 25 ms
     with anthropic.Anthropic(
         base_url=gateway.url, api_key=key, max_retries=0, timeout=PATIENCE_S, http_client=http_client
@@ -254,6 +255,8 @@ def test_what_cannot_be_done_is_refused_by_the_name_that_its_client_knows(fields
 
 
 def test_errors_are_the_clients_exceptions_before_the_first_event_and_after_it():
+    import anthropic  # late, as it takes a second of every test worker
+
     for error, kind in (
         (InvalidRequest("{field} is {value}", field="stop_sequences", value=5), anthropic.BadRequestError),
         (Overloaded("full"), anthropic.RateLimitError),
@@ -281,6 +284,8 @@ def test_an_error_of_the_model_about_a_grammar_blames_the_field_that_has_it():
 
 
 def test_keys_are_taken_from_the_header_that_the_client_sends():
+    import anthropic  # late, as it takes a second of every test worker
+
     with running(FakeBackend("hi"), api_key="secret") as gateway:
         with a_client(gateway, "secret") as client:
             assert client.messages.create(**ASKED).content[0].text == "hi"
@@ -296,6 +301,8 @@ def test_keys_are_taken_from_the_header_that_the_client_sends():
 
 
 def test_tokens_are_counted_of_the_chat_that_would_be_asked():
+    import anthropic  # late, as it takes a second of every test worker
+
     backend = FakeBackend()
     with running(backend) as gateway, a_client(gateway) as client:
         fields = {"model": "m", "system": "s", "tools": [WEATHER], "messages": MESSAGES}

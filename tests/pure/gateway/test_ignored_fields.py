@@ -1,13 +1,9 @@
 """Every field that a known client or server has acts, is refused, or is listed with the reason why it does nothing."""
 
+import functools
 import typing
 
 import pytest
-from anthropic.types.beta import message_create_params as message_params
-from openai.types import completion_create_params as completion_params
-from openai.types import embedding_create_params as embedding_params
-from openai.types.chat import completion_create_params as chat_params
-from openai.types.responses import response_create_params as response_params
 
 from engine import wire
 from engine.wire.field_descriptions import NO_EFFECT
@@ -46,16 +42,26 @@ def names_of(params):
     return {name for kind in typing.get_args(params) or (params,) for name in typing.get_type_hints(kind)}
 
 
-CASES = {  # path -> a request, and what others may have
-    CHAT: ({"messages": MESSAGES}, {*names_of(chat_params.CompletionCreateParams), *OTHER_SERVERS}),
-    COMPLETIONS: ({"prompt": "hi"}, {*names_of(completion_params.CompletionCreateParams), *OTHER_SERVERS}),
-    "/v1/responses": ({"input": "hi"}, names_of(response_params.ResponseCreateParams)),
-    "/v1/embeddings": ({"input": "hi"}, names_of(embedding_params.EmbeddingCreateParams)),
-    "/v1/messages": (
-        {"messages": MESSAGES, "max_tokens": 5},
-        names_of(message_params.MessageCreateParams) - AS_HEADERS,
-    ),
-}
+@functools.cache
+def cases():
+    """Return for each path a request, and the fields that others may have."""
+    # Imported late: the clients take more than a second of every test worker.
+    from anthropic.types.beta import message_create_params as message_params
+    from openai.types import completion_create_params as completion_params
+    from openai.types import embedding_create_params as embedding_params
+    from openai.types.chat import completion_create_params as chat_params
+    from openai.types.responses import response_create_params as response_params
+
+    return {
+        CHAT: ({"messages": MESSAGES}, {*names_of(chat_params.CompletionCreateParams), *OTHER_SERVERS}),
+        COMPLETIONS: ({"prompt": "hi"}, {*names_of(completion_params.CompletionCreateParams), *OTHER_SERVERS}),
+        "/v1/responses": ({"input": "hi"}, names_of(response_params.ResponseCreateParams)),
+        "/v1/embeddings": ({"input": "hi"}, names_of(embedding_params.EmbeddingCreateParams)),
+        "/v1/messages": (
+            {"messages": MESSAGES, "max_tokens": 5},
+            names_of(message_params.MessageCreateParams) - AS_HEADERS,
+        ),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +74,7 @@ def gateway():
 def without_effect(gateway):
     """Return, for each path, the fields of other protocols that are accepted with any value."""
     found = {}
-    for path, (body, names) in CASES.items():
+    for path, (body, names) in cases().items():
         [protocol] = [each for each in PROTOCOLS if path in each.paths]
         unknown = names - {"include", *protocol.fields(path)}  # the first is checked, and asks for what is never there
         found[path] = {name for name in unknown if not is_refused(gateway, path, body, name)}
@@ -103,6 +109,6 @@ def test_native_fields_without_effect_are_those_that_say_so():
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(gateway, path, fields):
-    status, answer = gateway.refused(path, {**CASES[path][0], **fields})
+    status, answer = gateway.refused(path, {**cases()[path][0], **fields})
     name = next(reversed(fields))
     assert (status, name in answer["error"]["message"]) == (400, True)

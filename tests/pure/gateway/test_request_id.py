@@ -5,7 +5,6 @@ import logging
 import threading
 import types
 
-import anthropic
 import pytest
 
 from engine.errors import DuplicateRequest
@@ -75,6 +74,8 @@ def test_the_header_wins_over_the_request_id_of_the_body():
 
 
 def test_clients_know_the_id_of_answers_and_errors(caplog):
+    import anthropic  # late, as it takes a second of every test worker
+
     with caplog.at_level(logging.INFO), running(FakeBackend("a")) as gateway, openai_client(gateway) as client:
         answer = client.chat.completions.create(model="m", messages=MESSAGES, extra_headers={"X-Request-Id": "q-1"})
         assert (answer.id, answer._request_id) == ("q-1", "q-1")

@@ -81,7 +81,12 @@ def may_begin(guided, request, token_ids):
 
 
 @pytest.mark.parametrize(
-    ("alphabet", "length"), [("abc d", 34), ('\\"/|[](){}*+?.^$#<>-\t\n\b\0\x7f', 24), ("é日😀\u2028n\u0303", 12)]
+    ("alphabet", "length"),
+    [
+        pytest.param("abc d", 34, marks=pytest.mark.slow),
+        ('\\"/|[](){}*+?.^$#<>-\t\n\b\0\x7f', 24),
+        pytest.param("é日😀\u2028n\u0303", 12, marks=pytest.mark.slow),
+    ],
 )
 def test_of_4096_texts_each_can_be_the_answer_and_nothing_else(guided, tokenizer, alphabet, length):
     """Every other text is a prefix of another one. Their total length is the largest that is allowed."""

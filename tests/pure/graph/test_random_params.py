@@ -18,7 +18,11 @@ PROMPT = list(range(3, 20))
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"quant_type": "weight_only_int4", "dtype": "bfloat16"}, {"quant_type": "a8w8"}, {"quant_type": "a8w8_fp8"}],
+    [
+        {},
+        {"quant_type": "weight_only_int4", "dtype": "bfloat16"},
+        *(pytest.param({"quant_type": name}, marks=pytest.mark.slow) for name in ("a8w8", "a8w8_fp8")),
+    ],
     ids=str,
 )
 def test_random_weights_are_computed_with(options, exported):

@@ -141,6 +141,7 @@ def test_any_object_may_ask_about_tokens(processor, body):
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @examples(40)
 @given(body=bodies("text", "prompt", "messages", "req_id", "tools", "stream"))
+@pytest.mark.slow
 def test_any_object_may_come_to_the_gateway(path, body):
     body = json.loads(payload_of(body))
     is_chat = path.startswith("/v1/chat")
@@ -155,6 +156,7 @@ def test_any_object_may_come_to_the_gateway(path, body):
 @pytest.mark.parametrize("protocol", [RESPONSES, ANTHROPIC])
 @examples(40)
 @given(body=bodies("input", "messages", "max_tokens", "tools", "stream"), turns=st.none() | st.lists(turns, max_size=3))
+@pytest.mark.slow
 def test_any_object_may_come_to_a_protocol_that_is_a_chat_in_other_words(protocol, body, turns):
     [path] = protocol.paths
     body = json.loads(payload_of({**body, **({"input": turns, "messages": turns, "max_tokens": 5} if turns else {})}))
@@ -178,6 +180,7 @@ def test_any_tools_may_be_offered_and_chosen(given, choice, parallel):
 @example(b"[" * 100_000)
 @example(b'{"a":1}}')
 @example("[{}]".encode("utf-16"))
+@pytest.mark.slow
 def test_any_bytes_may_be_a_body(payload):
     outcome(parse_body, payload)
     outcome(wire.only_object, payload)
