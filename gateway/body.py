@@ -47,6 +47,8 @@ async def read_payload(request: web.Request, limit: int, reservation: BodyMemory
 
 def parse_body(payload: bytes) -> dict[str, Any]:
     """Return the JSON object in `payload`. Raise InvalidRequest if there is none."""
+    if not payload:
+        raise InvalidRequest("the request has no body, it must have a JSON object")
     try:
         body = json.loads(payload)
     except RecursionError:
@@ -68,7 +70,8 @@ def _unpacked(payload: bytes, encoding: str, limit: int) -> bytes:
     if encoding == "identity":
         return payload
     if encoding not in ("gzip", "deflate"):
-        raise InvalidRequest("the Content-Encoding of the request is not supported, gzip and deflate are")
+        shown = wire.shown(encoding)
+        raise InvalidRequest(f"the Content-Encoding {shown} of the request is not supported, gzip and deflate are")
     is_raw = encoding == "deflate" and payload[:1] and payload[0] & 0x0F != zlib.DEFLATED
     wbits = -zlib.MAX_WBITS if is_raw else zlib.MAX_WBITS | 32  # 32: detect gzip or zlib by the header
     unpacker, unpacked, at = zlib.decompressobj(wbits), bytearray(), 0

@@ -12,9 +12,9 @@ REDUCED = "X-Reduced-Max-Tokens"  # the limit that was applied instead of the re
 UNENFORCED = "X-Unenforced-Keywords"  # schema keywords that are not enforced, with their places
 MAX_HEADER_LEN = 2000
 CORS = {
-    "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+    "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
     "Access-Control-Allow-Headers": "*, Authorization, Content-Type",
-    "Access-Control-Expose-Headers": f"{HEADER}, {REDUCED}, {UNENFORCED}",
+    "Access-Control-Expose-Headers": f"{HEADER}, request-id, {REDUCED}, {UNENFORCED}, Retry-After, x-should-retry",
     "Access-Control-Max-Age": "86400",
 }
 

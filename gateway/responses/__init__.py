@@ -18,7 +18,7 @@ from gateway.openai.unsupported_fields import UNSUPPORTED_IN_BLOCKS, check_spell
 from gateway.protocol import RequestContext
 from gateway.responses.answer import ResponseIdentity, ResponsesExchange
 from gateway.responses.fields import REFUSED, fields
-from gateway.responses.request import NAMES, add_items, exchange_of, instructions_of, parse, tools_of
+from gateway.responses.request import CLIENT_NAMES, NAMES, add_items, exchange_of, instructions_of, parse, tools_of
 
 PATH, PREVIOUS = "/v1/responses", "previous_response_id"
 
@@ -28,7 +28,7 @@ class ResponsesProtocol(OpenAIProtocol):
 
     name = "responses"
     paths: Collection[str] = (PATH,)
-    names = NAMES
+    names = CLIENT_NAMES
 
     def fields(self, path: str) -> dict[str, Any]:
         return fields()

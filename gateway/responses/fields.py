@@ -20,7 +20,7 @@ SHARED_CHAT_FIELDS = {
     *("model", "stream", "tools", "parallel_tool_calls", "request_id", "timeout"),
     *("structured_outputs", "include_reasoning"),
 }
-CHAT_FIELDS = tuple({*FORWARDED_FIELDS, *SHARED_CHAT_FIELDS} - {*UNSUPPORTED_IN_BLOCKS})
+CHAT_FIELDS = tuple({*FORWARDED_FIELDS, *SHARED_CHAT_FIELDS} - {*UNSUPPORTED_IN_BLOCKS, "response_format"})
 OWN_FIELDS: dict[str, Json] = {
     "input": {
         "anyOf": [{"type": "string", "minLength": 1}, OBJECTS],

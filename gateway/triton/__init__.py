@@ -64,13 +64,16 @@ class TritonGenerateProtocol:
         text = body.get(INPUT)
         if not isinstance(text, str):
             raise InvalidRequest(f"{INPUT} must be a text with the request as JSON, it is {wire.kind_of(text)}")
-        asked = wire.only_object(text)
+        try:
+            asked = wire.only_object(text)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{INPUT}: {error}") from None
         stream = context.path.endswith("_stream")
         native = parse(asked if stream else {**asked, "return_all_tokens": True}, context)
         return GenerateExchange(native.requests, stream, native.timeout_s, False, None)
 
     def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
-        return {"error": str(error)}
+        return {"error": error.worded(context.exchange.names if context.exchange else {})}
 
     def error_event(self, error: RequestError, context: RequestContext) -> bytes:
         return b"data: " + dump(self.error(error, context)) + b"\n\n"

@@ -77,7 +77,7 @@ class TritonTextProtocol(TritonGenerateProtocol):
             raise InvalidRequest("`{field}` is true, which is for generate_stream", field=STREAM, value=True)
         asked = {"text": check_string(PROMPT, body[PROMPT]), "cut_max_dec_len": True, **_parameters(body)}
         native = parse({**asked, "return_all_tokens": not as_it_comes}, context)
-        return TextExchange(native.requests, is_stream, native.timeout_s, False, None)
+        return TextExchange(native.requests, is_stream, native.timeout_s, False, None, names={"text": PROMPT})
 
 
 def _parameters(body: dict[str, Any]) -> dict[str, Any]:

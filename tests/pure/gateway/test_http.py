@@ -36,7 +36,7 @@ def gateway():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"", "not valid JSON: Expecting value"),
+        (b"", "the request has no body, it must have a JSON object"),
         (b"{", "not valid JSON"),
         (b"\xff\xfe{", "not valid JSON"),
         (b'{"text": "\xff"}', "not valid JSON"),
@@ -182,7 +182,7 @@ def test_a_body_may_be_deflated_without_a_head(gateway):
         ("deflate", b"{}", "not valid deflate"),
         ("deflate", zlib.compress(b'{"text": "hi"}') * 2, "not valid deflate"),
         ("deflate", b"", "its end is missing"),
-        ("br", b"{}", "gzip and deflate are"),
+        ("br", b"{}", 'the Content-Encoding "br" of the request is not supported, gzip and deflate are'),
     ],
 )
 def test_a_body_that_is_packed_wrongly_is_a_clear_400_and_no_trouble_of_ours(gateway, caplog, encoding, body, message):
@@ -220,6 +220,9 @@ def test_a_browser_may_ask_from_anywhere(gateway):
     status, headers, _ = gateway.send("OPTIONS", CHAT, headers=asked)
     assert (status, headers["Access-Control-Allow-Origin"]) == (204, "*")
     assert "Authorization" in headers["Access-Control-Allow-Headers"]
+    assert {"GET", "POST", "DELETE"} <= set(headers["Access-Control-Allow-Methods"].split(", "))
+    exposed = set(headers["Access-Control-Expose-Headers"].split(", "))
+    assert {"X-Request-Id", "request-id", "Retry-After", "x-should-retry"} <= exposed  # what clients' retries read
     for body in (NATIVE, {**NATIVE, "stream": True}, b"{"):
         _, headers, _ = gateway.send("POST", CHAT, body)
         assert headers["Access-Control-Allow-Origin"] == "*"

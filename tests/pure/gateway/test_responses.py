@@ -210,6 +210,8 @@ def test_the_tokens_of_an_input_can_be_counted():
         ({"tool_choice": "required"}, "tool_choice"),
         ({"temprature": 1}, "temperature"),
         ({"max_tokens": 1}, "max_output_tokens"),
+        ({"response_format": {"type": "json_object"}, "text": {}}, "text"),  # one of the two would be ignored
+        ({"reasoning_max_tokens": -1}, "reasoning_max_tokens"),
         ({"include": ["reasoning"]}, "include"),
         ({"include": "reasoning.encrypted_content"}, "include"),
         ({"system": "Be short."}, "instructions"),

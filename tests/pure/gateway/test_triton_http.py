@@ -6,7 +6,7 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from engine.errors import EngineUnavailable, Overloaded
+from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
 from tests.pure.gateway_fake import FakeBackend, events, running
 
 GENERATE = "/v2/models/model/generate"
@@ -82,8 +82,8 @@ def test_what_is_wrong_is_said_in_tritons_shape():
             ({}, "IN must be a text with the request as JSON, it is null"),
             ({"IN": {"text": "x"}}, "IN must be a text"),
             ({"IN": IN, "temperature": 0}, 'unexpected input "temperature", the model has the input IN'),
-            ({"IN": "{"}, "the request is not valid JSON"),
-            ({"IN": "[]"}, "query num 0 should be 1"),
+            ({"IN": "{"}, "IN: the request is not valid JSON"),
+            ({"IN": "[]"}, "IN: request data should not be empty and query num 0 should be 1"),
             ({"IN": '{"text": "x", "timeout": -1}'}, "timeout"),
         ):
             code, error = gateway.refused(GENERATE, body)
@@ -98,6 +98,11 @@ def test_health_needs_no_key_and_the_rest_does():
 
 
 # --- as clients of Triton's vLLM and TensorRT-LLM backends ask ---
+
+
+def test_a_refusal_by_the_model_names_the_field_of_the_client():
+    with running(FakeBackend(InvalidRequest("The `{field}` is empty", field="text", value=""))) as gateway:
+        assert gateway.refused(GENERATE, {"text_input": ""}) == (400, {"error": "The `text_input` is empty"})
 
 
 def test_a_text_with_parameters_is_answered_with_a_text():
