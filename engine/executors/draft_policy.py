@@ -68,10 +68,10 @@ class DraftPolicy:
         """Note that the next step is the first one of a rest, on a device that runs ahead."""
         self._num_rested = 0
 
-    def rest(self, seconds: float, rows: Sequence[Row] = (), *, is_usual: bool = True) -> None:
+    def rest(self, seconds: float, rows: Sequence[Row] = (), *, is_usual: bool = True, num_unable: int = 0) -> None:
         """Note a step that was computed while the policy rests, and its time, which counts on a device that runs
-        ahead. There the rest goes on until drafts seem to pay. A step is not usual if hidden states were read in its
-        time, which is a cost of drafts."""
+        ahead. There the rest goes on until drafts seem to pay, although `num_unable` rows can have none. A step is not
+        usual if hidden states were read in its time, which is a cost of drafts."""
         self.acceptance.age()
         self._num_rested += 1
         self._balance_s += LOSS_SHARE * seconds
@@ -91,15 +91,15 @@ class DraftPolicy:
             self.observe_beside_prompts(sum(len(row.token_ids) for row in rows), seconds)
         if self._balance_s > 0:
             self._num_left_to_rest = max(self._num_left_to_rest - 1, 0)
-            if not self._num_left_to_rest and not self._may_pay(num_rows):
+            if not self._num_left_to_rest and not self._may_pay(num_rows, num_rows - num_unable):
                 self._num_left_to_rest = MORE_REST
 
-    def _may_pay(self, num_rows: int) -> bool:
-        """Return whether drafts seem to pay if all rows get some."""
+    def _may_pay(self, num_rows: int, num_able: int) -> bool:
+        """Return whether drafts seem to pay if `num_able` of the rows get some."""
         if not self._times_of(num_rows).is_trusted(0):
             return False
         num_drafts = max((num_drafts for _, num_drafts in self._offers), default=1)
-        self._plan(num_rows, 0, [(ANY_LEVEL, num_drafts)] * num_rows)
+        self._plan(num_rows, 0, [(ANY_LEVEL, num_drafts)] * num_able)
         return self._least[rounded(num_rows)] <= 1
 
     def choose(self, num_rows: int, num_extra: int, offers: Sequence[Offer]) -> list[int]:

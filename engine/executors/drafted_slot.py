@@ -14,6 +14,7 @@ from engine.executors.draft_estimates import Acceptance
 Drafts = list[tuple[int, Sequence[int]]]  # the draft tokens of rows, by the index of the row in its step
 Judged = tuple["DraftedSlot", int, int, int]  # slot, level of its drafts, their number, how many of them were right
 FIRST_SHARE, SHARE_DECAY = 0.7, 0.9  # of `share_right`
+RETRY_AFTER = 512  # tokens until a rest of the policy may end for a slot that could not be drafted for
 
 
 @dataclass
@@ -29,6 +30,7 @@ class DraftedSlot:
     level: int = 0  # of these drafts, see `Acceptance`
     was_right: bool = True  # the first of them
     share_right: float = FIRST_SHARE  # running share of right drafts
+    retry_at: int = 0  # number of tokens from which on a rest may end in order to draft for it
 
     def fill_in(self, row: Row) -> Row:
         """Return the row with its PENDING token filled in. A request that has meanwhile reached its length limit
@@ -42,6 +44,12 @@ class DraftedSlot:
     def note_drafts(self, drafts: Sequence[int], level: int) -> None:
         """Note drafts behind the known tokens, which `judge` compares with what follows."""
         self.drafts, self.drafted_at, self.level = drafts, len(self.token_ids), level
+
+    def note_ability(self, is_able: bool) -> None:
+        """Note whether the answer may be drafted for. It may not for example while a grammar is slow, while reading its
+        tokens would cost too much, or if the hidden states are missing that an MTP layer reads."""
+        in_answer = len(self.token_ids) > self.prompt_len
+        self.retry_at = len(self.token_ids) + RETRY_AFTER if in_answer and not is_able else 0
 
     def judge(self, acceptance: Acceptance) -> None:
         """Compare the last drafts with the tokens that have followed, which are known even if no step has verified

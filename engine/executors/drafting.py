@@ -262,7 +262,8 @@ class DraftingExecutor:
         now = time.perf_counter()
         if self._policy:
             seconds = now - max(began, self._ended_s)
-            self._policy.rest(seconds, rows, is_usual=not self._num_reading)
+            num_unable = sum(len(slots[row.slot].token_ids) < slots[row.slot].retry_at for row in rows)
+            self._policy.rest(seconds, rows, is_usual=not self._num_reading, num_unable=num_unable)
             self._source.learn((), self._policy, 0.0, seconds)
         self._num_reading = max(self._num_reading - 1, 0)
         self._ended_s = now

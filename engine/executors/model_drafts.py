@@ -67,8 +67,7 @@ class Wish(NamedTuple):
 
     row: int  # its index in the step
     slot: int
-    token_ids: list[int]  # all tokens of the slot
-    prompt_len: int
+    request: DraftedSlot
     num_drafts: int  # that it gets
 
 
@@ -104,10 +103,10 @@ class ModelDrafts:
         wishes = self._wishes(rows, slots, max_drafts)
         if wishes and policy:
             wishes = self._chosen(rows, slots, wishes, policy)
-        may_begin = not any(slots[wish.slot].samples_by_tokens for wish in wishes)
+        may_begin = not any(wish.request.samples_by_tokens for wish in wishes)
         made = self._make(wishes, policy.step_s(len(rows)) if policy else float("inf"), may_begin) if wishes else []
         for wish, tokens in made:
-            slots[wish.slot].note_drafts(tokens, _level(slots[wish.slot]))
+            wish.request.note_drafts(tokens, _level(wish.request))
         return [(wish.row, tokens) for wish, tokens in made if tokens]
 
     def finish(self, slots: Mapping[int, DraftedSlot]) -> Drafts:
@@ -117,7 +116,7 @@ class ModelDrafts:
             self._extend(wish, [], tokens)
             # All of them: an id that the target model does not have is never accepted.
             found.append((wish.row, tokens[: wish.num_drafts]))
-            slots[wish.slot].note_drafts(found[-1][1], _level(slots[wish.slot]))
+            wish.request.note_drafts(found[-1][1], _level(wish.request))
         return found
 
     def read(
@@ -143,13 +142,13 @@ class ModelDrafts:
         """Return the rows that may have drafts, each with as many as it may have."""
         wishes = []
         for index, row in enumerate(rows):
-            if row.max_drafts and max_drafts > 0:
-                slot = slots[row.slot]
-                count = min(row.max_drafts, max_drafts, slot.max_len - 1 - row.start)
-                count = min(count, self._model.max_seq_len - len(slot.token_ids) + 1)
-                if count > 0:
-                    wishes.append(Wish(index, row.slot, slot.token_ids, slot.prompt_len, count))
-                    max_drafts -= count
+            request = slots[row.slot]
+            count = min(row.max_drafts, request.max_len - 1 - row.start)
+            count = min(count, self._model.max_seq_len - len(request.token_ids) + 1)
+            request.note_ability(count > 0)
+            if (count := min(count, max_drafts)) > 0:
+                wishes.append(Wish(index, row.slot, request, count))
+                max_drafts -= count
         return wishes
 
     def _chosen(
@@ -158,7 +157,7 @@ class ModelDrafts:
         """Return the wishes with the numbers of drafts that the policy chooses. Beside prompts there are none."""
         if any(len(row.token_ids) > row.num_sampled for row in rows):
             return []
-        levels = [(_level(slots[wish.slot]), wish.num_drafts) for wish in wishes]
+        levels = [(_level(wish.request), wish.num_drafts) for wish in wishes]
         counts = policy.choose_for(rows, levels)
         return [wish._replace(num_drafts=count) for wish, count in zip(wishes, counts, strict=True) if count]
 
@@ -195,15 +194,17 @@ class ModelDrafts:
         """Return the rows of the first run, and the wishes that it samples for. The others only read tokens."""
         rows, ready, budget = [], [], self._model.chunk
         for wish in wishes:
-            start, end = self._model.cache.start(wish.slot, wish.token_ids), len(wish.token_ids)
+            token_ids = wish.request.token_ids
+            start, end = self._model.cache.start(wish.slot, token_ids), len(token_ids)
             if end - start > SHORT:
                 if not self._costs.may_read(end - start, step_s):
+                    wish.request.note_ability(False)
                     continue
                 end = min(end, start + budget)
                 budget -= end - start
             if end > start:
-                samples = end == len(wish.token_ids)
-                rows.append(DraftRow(wish.slot, start, wish.token_ids[start:end], samples, end - wish.prompt_len))
+                samples, num_answered = end == len(token_ids), end - wish.request.prompt_len
+                rows.append(DraftRow(wish.slot, start, token_ids[start:end], samples, num_answered))
                 self._model.cache.advance(wish.slot, end)
                 if samples:
                     ready.append(wish)
@@ -211,8 +212,8 @@ class ModelDrafts:
 
     def _next_row(self, wish: Wish, drafts: Sequence[int]) -> DraftRow:
         self._model.cache.guess(wish.slot, drafts[-1])
-        position = len(wish.token_ids) + len(drafts) - 1
-        return DraftRow(wish.slot, position, drafts[-1:], True, position + 1 - wish.prompt_len)
+        position = len(wish.request.token_ids) + len(drafts) - 1
+        return DraftRow(wish.slot, position, drafts[-1:], True, position + 1 - wish.request.prompt_len)
 
     def _run(self, run: Run, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
         began = time.perf_counter()

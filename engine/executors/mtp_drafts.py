@@ -194,13 +194,16 @@ class MtpDrafts(ModelDrafts):
         return bool(long)
 
     def _first_rows(self, wishes: Sequence[Wish], step_s: float) -> tuple[list[DraftRow], list[Wish]]:
-        self._read_long({wish.slot: wish.token_ids for wish in wishes}, step_s, waits=False)
+        self._read_long({wish.slot: wish.request.token_ids for wish in wishes}, step_s, waits=False)
         ready = [wish for wish in wishes if wish.slot in self._unread]
-        return [self._row(wish.slot, wish.token_ids, len(wish.token_ids) - wish.prompt_len) for wish in ready], ready
+        answers = [(wish.slot, wish.request.token_ids, wish.request.prompt_len) for wish in ready]
+        return [
+            self._row(slot, token_ids, len(token_ids) - prompt_len) for slot, token_ids, prompt_len in answers
+        ], ready
 
     def _next_row(self, wish: Wish, drafts: Sequence[int]) -> DraftRow:
-        position = len(wish.token_ids) + len(drafts) - 2
-        num_answered = position + 2 - wish.prompt_len
+        position = len(wish.request.token_ids) + len(drafts) - 2
+        num_answered = position + 2 - wish.request.prompt_len
         return DraftRow(wish.slot, position, drafts[-1:], True, num_answered, self._model.drafted_states[wish.slot])
 
 

@@ -2,9 +2,11 @@
 known."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from engine.core.cache_groups import FULL_ATTENTION
 from engine.core.types import Arrival, Batch, Row, Sampling, StepOutput
@@ -212,4 +214,55 @@ def test_a_step_before_which_the_draft_model_has_read_a_prompt_is_not_usual(prom
     arrival = Arrival(0, tokens, prompt_len - 1, Sampling(50))
     assert executor.launch(Batch([row], [arrival], max_drafts=3)).result().num_drafts == 3
     assert given == [is_usual]
+    executor.close()
+
+
+class Clocked(FakeExecutor):
+    """Samples one token in each step of 4 ms on a logical clock. Other steps than those of a rest take 1 ms more."""
+
+    def __init__(self, monkeypatch):
+        super().__init__([])
+        self._now_s = 0.0
+        for module in ("drafting", "model_drafts"):
+            clock = SimpleNamespace(perf_counter=lambda: self._now_s)
+            monkeypatch.setattr(f"engine.executors.{module}.time", clock)
+
+    def result(self):
+        self._now_s += 0.004 + 0.001 * (not self._is_ahead)
+        return StepOutput([[6]], [None])
+
+
+class LongModel(FakeModel):
+    max_seq_len = chunk = 10_000
+
+    def __init__(self):
+        super().__init__([])
+        self.cache = DraftCache(1, 625, 16, 0)
+
+    def run(self, rows, num_drafts):
+        return super().run(rows, num_drafts) if rows[0].samples else []
+
+
+@pytest.mark.parametrize("reason", ["grammar", "reading"])
+def test_steps_are_launched_ahead_while_the_request_cannot_be_drafted_for(reason, monkeypatch):
+    """Its grammar takes no drafts, or the draft model must not read its tokens. Other steps cost time in vain, so they
+    come every 512 tokens, until it can be drafted for."""
+    target, policy, source = Clocked(monkeypatch), DraftPolicy(), ModelDrafts(LongModel(), 100)
+    executor = DraftingExecutor(target, 3, source, policy)
+    executor.allocate(625)
+    source._costs.may_read = lambda num_tokens, step_s: reason == "grammar"
+    rows, tried, drafted = [Row(0, 0, [3] * 20, [range(625)])], [], []
+    for number in range(4000):
+        max_drafts, takes_drafts = executor.max_drafts, reason == "reading" or number >= 3000
+        target._is_ahead = not max_drafts
+        rows = [replace(rows[0], max_drafts=max_drafts if takes_drafts and number else 0)]
+        arrivals = [] if number else [Arrival(0, [3] * 20, 20, Sampling(8000))]
+        output = executor.launch(Batch(rows, arrivals, max_drafts=max_drafts)).result()
+        tried += [number] * bool(max_drafts)
+        drafted += [number] * bool(output.num_drafts)
+        rows = [Row(0, rows[0].start + len(rows[0].token_ids), [6])]
+        if number == 3000:
+            source._costs.may_read = lambda num_tokens, step_s: True
+    assert sum(100 < number < 3000 for number in tried) < 8
+    assert drafted and 3000 < drafted[0] < 3600
     executor.close()

@@ -255,7 +255,7 @@ def test_the_policy_hears_of_steps_in_whose_time_a_source_reads():
     config, policy, heard = Config(batch_size=1, max_num_batched_tokens=32), Restless(1.0), []
     source = LookupDrafts("mtp", lambda arrival: Counting())
     source.keep = lambda rows, slots, policy: len(heard) == 2
-    policy.rest = lambda seconds, rows, is_usual: heard.append(is_usual)
+    policy.rest = lambda seconds, rows, is_usual, **more: heard.append(is_usual)
     drafting = DraftingExecutor(Ahead(), 3, source, policy)
     loop = EngineLoop(drafting, 64, config)
     loop.add(Request("0", [50, 51], 2, Sampling(8)))
