@@ -235,6 +235,21 @@ def test_ranks_with_some_of_the_experts_add_up_to_one_with_all(device, kind):
         assert_close(part(0, 2) + part(2, 5), part(0, 5), 1e-5)
 
 
+def test_mxfp4_with_powers_that_are_too_large_to_be_packed_becomes_bfloat16_at_load(device):
+    rng = np.random.default_rng(0)
+    num_experts, num_rows, top_k, (width, inner) = 5, 7, 2, sizes("mxfp4")
+    ids = np.argsort(rng.random((num_rows, num_experts)), axis=1)[:, :top_k].astype(np.int32)
+    x = from_bf16(to_bf16(floats(rng, num_rows, width)))
+    up = stacked("mxfp4", rng, num_experts, 2 * inner, width)
+    up[1][3, 1] = 200
+    stored = packed("mxfp4", up, device)
+    assert stored[0].dtype == torch.bfloat16
+    expected = definition("mxfp4").gate_up(x, ids, *up, num_experts=num_experts, **SILU)
+    given = tensor(x, device), tensor(ids, device)
+    found = array(cuda.expert_gate_up_mxfp4(*given, *stored, num_experts=num_experts, **SILU))
+    assert_close(found, expected, tolerance("mxfp4", num_rows))
+
+
 class definition:
     """The definition of a kind, without the rounding of activations to few bits, which GPUs do not do."""
 

@@ -133,11 +133,23 @@ def tile_for(num_slots: int, num_experts: int, kind: int, dtype: torch.dtype) ->
     if dtype == torch.float32:
         return Tile(16, 32, 64, 4, 2)
     average, stages = num_slots // num_experts, 4 if kind == DENSE else 3
+    if kind == MXFP4:
+        return _mxfp4_tile(average)
     if average <= 32:
         return Tile(16 if average < 8 else 32, 64, 128, 4, stages)
     if average <= 128 or kind != DENSE:
         return Tile(64, 128, 64, 4, stages)
     return Tile(128, 256, 64, 8, 3)
+
+
+def _mxfp4_tile(average: int) -> Tile:
+    if average < 8:
+        return Tile(8, 32, 128, 1, 6)
+    if average < 16:
+        return Tile(16, 64, 128, 2, 4)
+    if average < 128:
+        return Tile(32, 128, 128, 4, 4) if average < 32 else Tile(64, 128, 128, 4, 3)
+    return Tile(128, 128, 128, 8, 3)
 
 
 def _grouped(
@@ -173,22 +185,23 @@ def launch(
     num_slots, is_gated = topk_ids.numel(), weights is None
     columns = out.shape[1]
     num_experts = stored.num_rows // (columns * (1 + is_gated))
-    order = order_of(topk_ids, num_experts)
-    num_blocks = num_slots // tile.slots + min(num_slots, num_experts)
+    is_sorted = len(topk_ids) > FEW or stored.kind != MXFP4
+    slots, starts = order_of(topk_ids, num_experts) if is_sorted else (topk_ids, topk_ids)
+    num_blocks = num_slots // tile.slots + min(num_slots, num_experts) if is_sorted else num_slots
     across = triton.cdiv(columns, tile.columns // (1 + is_gated))
     scale = stored.weight if stored.scale is None else stored.scale
     words = 0 if stored.kind == DENSE else stored.weight.shape[2]
-    depth = words * (4 if stored.kind == INT4 else 2) or tile.depth
+    depth = words * (4 if stored.kind in (INT4, MXFP4) else 2) or tile.depth
     is_blocked = stored.kind == FP8 and len(scale) > 1
     activation = (act["activation"], act["limit"] > 0) if is_gated else (0, False)
     numbers = (act["limit"], act["alpha"], act["offset"]) if is_gated else (0.0, 0.0, 0.0)
     grouped[(num_blocks * across,)](
-        x, order.slots, order.starts, stored.weight, stored.table, scale, scale if stored.zero is None else stored.zero,
+        x, slots, starts, stored.weight, stored.table, scale, scale if stored.zero is None else stored.zero,
         scale if stored.bias is None else stored.bias, x if weights is None else weights, out, *numbers,
         num_blocks, columns, x.shape[1], stored.weight.shape[1], num_experts, triton.next_power_of_2(num_experts + 1),
         topk_ids.shape[1] if is_gated else 1, stored.kind, is_blocked, stored.zero is not None,
         stored.bias is not None, is_gated, *activation, x.shape[1] % depth == 0, tile.slots, tile.columns,
-        depth, words, TOGETHER, stored.unit, num_warps=tile.warps, num_stages=tile.stages, **PDL,
+        depth, words, TOGETHER, stored.unit, is_sorted, num_warps=tile.warps, num_stages=tile.stages, **PDL,
     )  # fmt: skip
 
 

@@ -2,8 +2,7 @@
 
 A row of activations is the sum of two rows of 8-bit floats (e4m3), as in fp8.py. An integer of 4 bits needs no
 conversion: the 8-bit float with these bits is the integer times 2^-9, and the sums are corrected by what it is too
-large by. A 4-bit float (e2m1) becomes an 8-bit float when its bits are moved apart. The scale of a group of columns
-multiplies the sum over these columns.
+large by. The scale of a group of columns multiplies the sum over these columns.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops.cuda import fp8
-from engine.ops.cuda.experts_kernels import FP8, INT4, MXFP4, block_of, distance, store_outputs
+from engine.ops.cuda.experts_kernels import FP8, INT4, block_of, distance, store_outputs
 from engine.ops.cuda.fp8_kernels import to_fp8
 from engine.ops.cuda.launch import INTERPRETED, PDL, begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import number, round_bf16
@@ -25,21 +24,13 @@ from engine.ops.cuda.routing import order_of
 if TYPE_CHECKING:
     from engine.ops.cuda.experts import ExpertWeights
 
-IS_FP8, IS_MXFP4 = tl.constexpr(FP8), tl.constexpr(MXFP4)
+IS_FP8 = tl.constexpr(FP8)
 FEWEST_SLOTS = 8  # of a program: the tensor cores multiply at least so many
 FEW_SLOTS = 8  # of an expert, on average: for more, larger tiles on the tensor cores for 16 bits are faster
 TOGETHER = 8  # tiles of slots that go over the same weights at a time
 WORDS = 64  # of a block of packed codes
 CODE_PARTS = 8  # rows of 128 bytes of a block: low or high codes, nearest number or remainder, even or odd bytes
 UNIT_OF_CODE = tl.constexpr(2.0**9)
-# Of four bytes at a time: the sign of a 4-bit float is the highest bit of a byte, the others are the bits 2 to 4.
-FLOATS = tl.constexpr("""{
-.reg .b32 sign, size;
-shl.b32 sign, $2, 4; and.b32 sign, sign, 0x80808080;
-shl.b32 size, $2, 2; lop3.b32 $0, size, 0x1C1C1C1C, sign, 0xEA;
-shr.u32 size, $2, 2; and.b32 size, size, 0x1C1C1C1C;
-lop3.b32 $1, $2, 0x80808080, size, 0xEA;
-}""")
 
 
 class Fp8ExpertTile(NamedTuple):
@@ -47,27 +38,17 @@ class Fp8ExpertTile(NamedTuple):
     stages: int  # blocks of inputs that are multiplied or being loaded
 
 
-TILES = {INT4: Fp8ExpertTile(128, 3), FP8: Fp8ExpertTile(64, 4), MXFP4: Fp8ExpertTile(128, 3)}  # the fastest on an H200
+TILES = {INT4: Fp8ExpertTile(128, 3), FP8: Fp8ExpertTile(64, 4)}  # the fastest on an H200
 
 
 def can_multiply(stored: ExpertWeights, num_slots: int, num_experts: int) -> bool:
     """Return whether the kernel has tiles for these matrices, and is the fastest for so many slots."""
-    if stored.kind == MXFP4:  # which no other kernel multiplies
-        return True
     is_packed = stored.kind in TILES and stored.weight.shape[2] == WORDS
     return is_packed and are_few(num_slots, num_experts) and fp8.are_multiplied()
 
 
 def are_few(num_slots: int, num_experts: int) -> bool:
     return num_slots <= FEW_SLOTS * num_experts
-
-
-def slots_for(kind: int, num_slots: int, num_experts: int) -> int:
-    """Return the number of slots of a program that is fastest on an H200."""
-    average = num_slots // num_experts
-    if kind != MXFP4 or average < 8:
-        return FEWEST_SLOTS
-    return 16 if average < 16 else 32 if average < 64 else 64
 
 
 def launch(
@@ -79,8 +60,7 @@ def launch(
     assert stored.scale is not None
     numbers, totals, x_scale = _high_and_low(x, stored)
     order, tile = order_of(topk_ids, num_experts), TILES[stored.kind]
-    slots = slots_for(stored.kind, num_slots, num_experts)
-    num_blocks = num_slots // slots + min(num_slots, num_experts)
+    num_blocks = num_slots // FEWEST_SLOTS + min(num_slots, num_experts)
     across = triton.cdiv(columns, tile.columns // (1 + is_gated))
     activation = (act["activation"], act["limit"] > 0) if is_gated else (0, False)
     limits = (act["limit"], act["alpha"], act["offset"]) if is_gated else (0.0, 0.0, 0.0)
@@ -90,8 +70,8 @@ def launch(
         x_scale if weights is None else weights, out, *limits, num_blocks, columns, stored.weight.shape[1],
         num_experts, len(x), triton.next_power_of_2(num_experts + 1),
         top_k if is_gated else 1, stored.kind, stored.kind == FP8 and len(stored.scale) > 1, stored.zero is not None,
-        stored.bias is not None, is_gated, *activation, slots, tile.columns, TOGETHER, stored.unit, tile.stages,
-        num_warps=4 if slots <= 16 else 8, num_stages=tile.stages, **PDL,
+        stored.bias is not None, is_gated, *activation, FEWEST_SLOTS, tile.columns, TOGETHER, stored.unit, tile.stages,
+        num_warps=4, num_stages=tile.stages, **PDL,
     )  # fmt: skip
 
 
@@ -100,8 +80,7 @@ def _high_and_low(x: Tensor, stored: ExpertWeights) -> tuple[Tensor, Tensor, Ten
     num_blocks = stored.weight.shape[1]
     if stored.kind == INT4:
         return split_by_parts(x, num_blocks)
-    is_fp8 = stored.kind == FP8
-    numbers, scale = fp8.high_and_low(x, num_blocks if is_fp8 else 2 * num_blocks, is_interleaved=is_fp8)
+    numbers, scale = fp8.high_and_low(x, num_blocks)
     return numbers, scale, scale
 
 
@@ -177,16 +156,12 @@ def multiply(
         num_weights = count.to(tl.int64) * num_experts
         m = first + tl.arange(0, SLOTS)
         slot = tl.load(slots + tl.minimum(m, end - 1))
-        if KIND == IS_FP8 or KIND == IS_MXFP4:
+        if KIND == IS_FP8:
             row_of_x = _repeated(slot // TOP_K, 2).to(tl.int64) + tl.arange(0, 2 * SLOTS) // SLOTS * num_rows
-            if KIND == IS_FP8:
-                rows_of_x = activations + row_of_x * num_word_blocks * 128
-                sums = _sums_of_fp8(
-                    rows_of_words, rows_of_x, scale + row, num_weights, num_word_blocks, IS_BLOCKED, STAGES
-                )  # fmt: skip
-            else:
-                rows_of_x = activations + row_of_x * num_word_blocks * 256
-                sums = _sums_of_mxfp4(rows_of_words, rows_of_x, scale + row, num_weights, num_word_blocks, STAGES)
+            rows_of_x = activations + row_of_x * num_word_blocks * 128
+            sums = _sums_of_fp8(
+                rows_of_words, rows_of_x, scale + row, num_weights, num_word_blocks, IS_BLOCKED, STAGES
+            )  # fmt: skip
             sums *= tl.load(x_scale + slot // TOP_K)[None, :]
         else:
             place = (slot // TOP_K).to(tl.int64) * num_word_blocks
@@ -216,41 +191,6 @@ def _sums_of_fp8(
     nearest, rest = _two(both)
     sums = nearest + rest
     return sums if IS_BLOCKED else sums * tl.load(at_scale)[:, None]
-
-
-@triton.jit
-def _sums_of_mxfp4(rows_of_words, rows_of_x, at_scale, num_weights, num_blocks, STAGES: tl.constexpr):
-    """Return the products [COLUMNS, SLOTS] of 4-bit floats, from the same rows of x."""
-    i = tl.arange(0, 32)[None, :]
-    at_words, at_x = rows_of_words[:, None] + i, rows_of_x[:, None] + i
-    both = tl.zeros([rows_of_words.shape[0], rows_of_x.shape[0]], tl.float32)
-    for block in tl.range(0, num_blocks, num_stages=STAGES):
-        scales = tl.load(at_scale + block * num_weights)
-        for part in tl.static_range(4):
-            low, high = _floats(tl.load(at_words + block * 128 + part * 32))
-            at = at_x + block * 256 + part * 64
-            both += tl.dot(low, tl.trans(tl.load(at))) * _power(scales, 2 * part)[:, None]
-            both += tl.dot(high, tl.trans(tl.load(at + 32))) * _power(scales, 2 * part + 1)[:, None]
-    nearest, rest = _two(both)
-    return nearest + rest
-
-
-@triton.jit
-def _power(exponents, PART: tl.constexpr):
-    """Return one of the eight powers of two whose biased exponents are in 64 bits."""
-    return (((exponents >> PART * 8).to(tl.int32) & 255) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _floats(packed):
-    """Return the numbers in the lower and the upper four bits of bytes, divided by 2^6, as 8-bit floats."""
-    if INTERPRETED:
-        low, high = ((packed & 8) << 4) | ((packed & 7) << 2), (packed & 128) | ((packed & 112) >> 2)
-    else:
-        low, high = tl.inline_asm_elementwise(
-            FLOATS, "=&r,=r,r", [packed], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
-        )
-    return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit

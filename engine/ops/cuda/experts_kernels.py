@@ -8,9 +8,11 @@ import triton.language as tl
 from engine.ops.cuda.fp8_kernels import widened
 from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import weights_of
+from engine.ops.cuda.mxfp4_values import mxfp4_parts
 
 DENSE, FP8, INT4, INT8, MXFP4 = 0, 1, 2, 3, 4  # kinds of matrices
 IS_FP8, IS_INT4, IS_INT8 = tl.constexpr(FP8), tl.constexpr(INT4), tl.constexpr(INT8)
+IS_MXFP4 = tl.constexpr(MXFP4)
 
 
 @kernel
@@ -20,12 +22,13 @@ def grouped(
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
     IS_WHOLE: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WORDS: tl.constexpr,
-    TOGETHER: tl.constexpr, UNIT: tl.constexpr,
+    TOGETHER: tl.constexpr, UNIT: tl.constexpr, IS_SORTED: tl.constexpr,
 ):  # fmt: skip
     """Multiply up to SLOTS slots of one expert by COLUMNS rows of its matrix.
 
     If gated, half of the rows are the gate's and half are those of `up`, and the activation follows. Otherwise the
-    products are multiplied by the weights of the slots. Slot s has row s // TOP_K of x.
+    products are multiplied by the weights of the slots. Slot s has row s // TOP_K of x. Without IS_SORTED, `starts` has
+    the expert of each slot instead, and a block is one slot.
     """
     begin_next()
     wait_for_inputs()
@@ -34,10 +37,15 @@ def grouped(
     group = tl.program_id(0) // (TOGETHER * across) * TOGETHER
     size = tl.minimum(num_blocks - group, TOGETHER)
     index = tl.program_id(0) % (TOGETHER * across)
-    expert, first, end = block_of(starts, group + index % size, num_experts, EXPERTS, SLOTS)
+    block = group + index % size
+    if IS_SORTED:
+        expert, first, end = block_of(starts, block, num_experts, EXPERTS, SLOTS)
+    else:
+        expert = tl.load(starts + block)
+        first, end = block, block + is_here(expert, num_experts).to(tl.int32)
     if first < end:
         m = first + tl.arange(0, SLOTS)
-        slot = tl.load(slots + tl.minimum(m, end - 1))
+        slot = tl.load(slots + tl.minimum(m, end - 1)) if IS_SORTED else tl.minimum(m, end - 1)
         first_column = index // size * OWN
         i = tl.arange(0, COLUMNS)
         n = tl.minimum(first_column + i % OWN, columns - 1) + i // OWN * columns
@@ -45,10 +53,16 @@ def grouped(
         row = expert.to(tl.int64) * count + n
         at_x = x + (slot // TOP_K).to(tl.int64)[:, None] * width
         matrix = weight + distance(table, expert, num_experts, UNIT)
-        sums = _products(
-            at_x, matrix, scale, zero, row, width, num_words, count.to(tl.int64) * num_experts,
-            KIND, IS_BLOCKED, HAS_ZERO, IS_WHOLE, SLOTS, COLUMNS, DEPTH, WORDS,
-        )  # fmt: skip
+        num_rows = count.to(tl.int64) * num_experts
+        if KIND == IS_MXFP4:
+            sums = _products_of_mxfp4(
+                at_x, m < end, matrix, scale + row, row, width, num_words, num_rows, IS_WHOLE, COLUMNS
+            )  # fmt: skip
+        else:
+            sums = _products(
+                at_x, matrix, scale, zero, row, width, num_words, num_rows,
+                KIND, IS_BLOCKED, HAS_ZERO, IS_WHOLE, SLOTS, COLUMNS, DEPTH, WORDS,
+            )  # fmt: skip
         if (KIND == IS_FP8 and not IS_BLOCKED) or KIND == IS_INT8:
             sums *= tl.load(scale + row)[:, None]
         store_outputs(
@@ -96,7 +110,7 @@ def _products(
         values = tl.load(at_x + start + k[None, :], mask=is_in, other=0)
         if KIND == 0:
             weights = tl.load(weight + row[:, None] * width + start + k[None, :], mask=is_in, other=0)
-            sums = tl.dot(weights, tl.trans(values), sums, input_precision="ieee")
+            sums = tl.dot(weights.to(values.dtype), tl.trans(values), sums, input_precision="ieee")
         else:
             block = start // DEPTH
             words = tl.load(weight + (row * num_words + block)[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
@@ -111,6 +125,24 @@ def _products(
                     sums += part * tl.load(scale + block * num_rows + row)[:, None]
                 else:
                     sums = tl.dot(weights, tl.trans(values.to(weights.dtype)), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _products_of_mxfp4(
+    at_x, is_slot, words, at_powers, row, width, num_blocks, num_rows, IS_WHOLE: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Return the sums [COLUMNS, SLOTS] of these rows of 4-bit floats. Places behind the last slot read no inputs."""
+    i = tl.arange(0, 32)[None, :]
+    at_words = words + (row * num_blocks)[:, None] * 32 + i
+    sums = tl.zeros([COLUMNS, is_slot.shape[0]], tl.float32)
+    for block in range(0, num_blocks):
+        numbers = mxfp4_parts(tl.load(at_words + block * 32), tl.load(at_powers + block * num_rows))
+        for part in tl.static_range(4):
+            k = block * 128 + part * 32 + i
+            values = tl.load(at_x + k, mask=is_slot[:, None] & (IS_WHOLE | (k < width)), other=0)
+            own = numbers[part]
+            sums = tl.dot(own, tl.trans(values.to(own.dtype)), sums, input_precision="ieee")
     return sums
 
 

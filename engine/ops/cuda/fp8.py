@@ -154,16 +154,16 @@ def _skinny_gemm(x: Tensor, stored: tuple[Tensor, Tensor, Tensor | None], out: T
     )  # fmt: skip
 
 
-def high_and_low(x: Tensor, num_blocks: int, *, is_interleaved: bool = True) -> tuple[Tensor, Tensor]:
-    """Split x into 8-bit floats [2, T, K'], the nearest ones and the remainders, and their scales f32 [T]. With
-    `is_interleaved`, they have the order of packed words, otherwise that of x.
+def high_and_low(x: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """Split x into 8-bit floats [2, T, K'] in the order of packed words, the nearest ones and the remainders, and their
+    scales f32 [T].
     """
     num_rows, width = x.shape
     both = x.new_empty(2, num_rows, FP8_BLOCK * num_blocks, dtype=torch.float8_e4m3fn)
     scale = x.new_empty(num_rows, dtype=torch.float32)
     blocks = triton.next_power_of_2(num_blocks)
     warps = 4 if blocks <= 32 else 16
-    split_high_low[(num_rows,)](x, both, scale, width, num_blocks, blocks, is_interleaved, num_warps=warps, **PDL)
+    split_high_low[(num_rows,)](x, both, scale, width, num_blocks, blocks, num_warps=warps, **PDL)
     return both, scale
 
 

@@ -138,9 +138,9 @@ def high_low_gemm(
 
 
 @kernel
-def split_high_low(x, both, scale, width, num_blocks, BLOCKS: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
-    """Split a row into two rows of 8-bit floats whose sum it is, with a common scale that is a power of two. With
-    IS_INTERLEAVED, columns that are 64 apart are neighbours, as in packed words.
+def split_high_low(x, both, scale, width, num_blocks, BLOCKS: tl.constexpr):
+    """Split a row into two rows of 8-bit floats whose sum it is, with a common scale that is a power of two. Columns
+    that are 64 apart are neighbours, as in packed words.
     """
     begin_next()
     wait_for_inputs()
@@ -152,8 +152,7 @@ def split_high_low(x, both, scale, width, num_blocks, BLOCKS: tl.constexpr, IS_I
     bits = tl.max(tl.maximum(tl.abs(left), tl.abs(right))).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum(bits >> 23, 8), 254)
     inverse = ((261 - exponent) << 23).to(tl.float32, bitcast=True)  # the largest: 128 or more, below 256
-    values = tl.join(left * inverse, right * inverse)
-    values = tl.reshape(values if IS_INTERLEAVED else tl.permute(values, (0, 2, 1)), (BLOCKS, 128))
+    values = tl.reshape(tl.join(left * inverse, right * inverse), (BLOCKS, 128))
     high = to_fp8(values)
     at = (row * num_blocks + block) * 128 + tl.arange(0, 128)[None, :]
     tl.store(both + at, high, mask=block < num_blocks)

@@ -7,27 +7,34 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.dtypes import E8M0_VALUES, FP4_PAIRS
-from engine.ops.cuda.fp8 import are_multiplied
 
 GROUP = 32  # columns that share a scale
-BLOCK = 256  # columns of a packed block
-EXPONENT = 6  # an 8-bit float with the bits of a code is the code's number divided by 2^EXPONENT
+PARTS = 4  # groups of a packed block
+EXPONENT = 126  # a bf16 that has the bits of a code is the code's number divided by 2^EXPONENT
+LARGEST = 254 - EXPONENT  # biased exponent for which the power of two, times 2^EXPONENT, is a bf16
+PACKED = 1 << 24  # bytes that are packed at a time
 
 
 def pack(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack u8 [N, K / 2], two codes a byte, and exponents u8 [N, K / 32] as i16 [N, blocks, 64], whose bytes hold two
-    columns that are 32 apart, and i64 [blocks, N]: eight exponents, larger by EXPONENT. On a device without 8-bit
-    floats, return bf16 instead.
+    """Pack u8 [N, K / 2], two codes a byte, and exponents u8 [N, K / 32] as i16 [N, blocks, 32], whose words hold a
+    column of each group of a block, and i32 [blocks, N]: four exponents, larger by EXPONENT. Matrices with powers of
+    more than 2, which released models do not have, become bf16 instead.
     """
-    num_rows = len(weight)
-    if not are_multiplied():
+    if int(scale.max()) > LARGEST:
         return widened(weight, scale), scale
-    pairs = functional.pad(weight, (0, -weight.shape[1] % (BLOCK // 2)))
-    codes = torch.stack((pairs & 15, pairs >> 4), 2).view(num_rows, -1, 2, GROUP)
-    words = (codes[:, :, 0] | codes[:, :, 1] << 4).view(num_rows, -1, BLOCK // 2).view(torch.int16)
-    exponents = (scale.int() + EXPONENT).clamp(max=255).to(torch.uint8)
-    exponents = functional.pad(exponents, (0, -scale.shape[1] % (BLOCK // GROUP))).contiguous().view(torch.int64)
+    rows = max(1, PACKED // weight.shape[1])
+    words = torch.cat([_words(part) for part in weight.split(rows)])
+    exponents = functional.pad(scale + EXPONENT, (0, -scale.shape[1] % PARTS)).contiguous().view(torch.int32)
     return words, exponents.t().contiguous()
+
+
+def _words(weight: Tensor) -> Tensor:
+    pairs = functional.pad(weight, (0, -weight.shape[1] % (PARTS * GROUP // 2)))
+    codes = torch.stack((pairs & 15, pairs >> 4), 2).view(len(weight), -1, PARTS, GROUP).int()
+    sign, size = (codes >> 3).unbind(2), (codes & 7).unbind(2)
+    others = size[1].unflatten(2, (-1, 2)).flip(3).flatten(2)  # of the neighbour, as two words are turned as one
+    words = sign[0] << 15 | size[0] << 6 | sign[1] << 5 | others << 12 | sign[2] << 9 | size[2]
+    return (words | sign[3] << 11 | (size[3] & 6) << 2 | (size[3] & 1) << 10).to(torch.int16)
 
 
 def widened(weight: Tensor, scale: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def _sums(x: Tensor, weight: Tensor) -> Tensor:
     """Return parts of the logits, float32 [parts, T, E]: of a chunk of the inputs each, or of all."""
     (num_rows, width), num_experts = x.shape, len(weight)
     parts = triton.cdiv(width, CHUNK) if num_rows <= LARGE else 1
-    rows, experts = 16 if num_rows <= SMALL else 32, 32 if num_rows <= LARGE else 64
+    rows, experts = 16 if num_rows <= SMALL else 32, 32 if min(num_rows - LARGE, num_experts - 32) <= 0 else 64
     out = x.new_empty(parts, num_rows, num_experts, dtype=torch.float32)
     _logits[(triton.cdiv(num_rows, rows), triton.cdiv(num_experts, experts), parts)](
         x, weight, out, num_rows, num_experts, width, CHUNK if parts > 1 else triton.cdiv(width, CHUNK) * CHUNK,
