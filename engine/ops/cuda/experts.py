@@ -128,13 +128,13 @@ def down(
     return out
 
 
-def tile_for(num_slots: int, num_experts: int, kind: int, dtype: torch.dtype) -> Tile:
+def tile_for(num_slots: int, num_experts: int, kind: int, dtype: torch.dtype, *, is_gated: bool) -> Tile:
     """Return the fastest tile for the number of slots that an expert has on average, as measured on an H100."""
     if dtype == torch.float32:
         return Tile(16, 32, 64, 4, 2)
     average, stages = num_slots // num_experts, 4 if kind == DENSE else 3
     if kind == MXFP4:
-        return _mxfp4_tile(average)
+        return _mxfp4_tile(average, is_gated)
     if average <= 32:
         return Tile(16 if average < 8 else 32, 64, 128, 4, stages)
     if average <= 128 or kind != DENSE:
@@ -142,14 +142,12 @@ def tile_for(num_slots: int, num_experts: int, kind: int, dtype: torch.dtype) ->
     return Tile(128, 256, 64, 8, 3)
 
 
-def _mxfp4_tile(average: int) -> Tile:
-    if average < 8:
-        return Tile(8, 32, 128, 1, 6)
+def _mxfp4_tile(average: int, is_gated: bool) -> Tile:
     if average < 16:
-        return Tile(16, 64, 128, 2, 4)
+        return Tile(8 if average < 8 else 16, 32, 128, 1, 6)
     if average < 128:
-        return Tile(32, 128, 128, 4, 4) if average < 32 else Tile(64, 128, 128, 4, 3)
-    return Tile(128, 128, 128, 8, 3)
+        return Tile(32, 64, 128, 2, 4) if average < 32 else Tile(64, 128, 128, 4, 3)
+    return Tile(128, 128 if is_gated else 256, 128, 8, 3)
 
 
 def _grouped(
@@ -169,7 +167,8 @@ def _grouped(
     if not is_invariant and experts_fp8.can_multiply(stored, num_slots, of_all_ranks):
         experts_fp8.launch(x, topk_ids, stored, out, weights, act)
     else:
-        launch(x, topk_ids, stored, out, tile_for(num_slots, of_all_ranks, stored.kind, x.dtype), weights, act)
+        tile = tile_for(num_slots, of_all_ranks, stored.kind, x.dtype, is_gated=weights is None)
+        launch(x, topk_ids, stored, out, tile, weights, act)
 
 
 def launch(
