@@ -109,14 +109,19 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     about: Any = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="run_batch", description=__doc__, formatter_class=about)
-    parser.add_argument("input", type=Path)
-    parser.add_argument("output", type=Path)
+    for name in ("input", "output"):  # with -i and -o they are named as for vLLM's and FastDeploy's run-batch
+        parser.add_argument(name, type=Path, nargs="?")
+        parser.add_argument(f"-{name[0]}", f"--{name}-file", type=Path, metavar="FILE", help=f"the same as {name}")
     parser.add_argument(
         "--url", help="the server, http://host:port; default: the one that start_server would start here"
     )
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="how many requests are open (%(default)s)")
     add_completion(parser)
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.input, given.output = given.input_file or given.input, given.output_file or given.output
+    if missing := [name for name in ("input", "output") if getattr(given, name) is None]:
+        parser.error(f"the {' and the '.join(missing)} file must be named: run_batch INPUT OUTPUT")
+    return given
 
 
 async def run(given: argparse.Namespace, config: Config) -> None:

@@ -96,6 +96,27 @@ def test_a_server_without_an_http_port_is_a_sentence_and_that_of_triton_is_one(f
     assert files.answers()["1"]["response"]["status_code"] == 200
 
 
+@pytest.mark.parametrize("names", [("-i", "-o"), ("--input-file", "--output-file")])
+def test_the_files_may_be_named_as_for_other_servers(files, monkeypatch, names):
+    files.write(a_request("1"))
+    named = [names[0], str(files.input), names[1], str(files.output)]
+    with running(FakeBackend("a")) as gateway:
+        monkeypatch.setattr(sys, "argv", ["run_batch", "--url", gateway.url, *named])
+        assert run_batch.main() == 0
+    assert files.answers()["1"]["response"]["status_code"] == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [((), "the input and the output file"), (("-o", "x"), "the input file"), (("x",), "the output file")],
+)
+def test_a_missing_file_is_said(monkeypatch, capsys, given, missing):
+    monkeypatch.setattr(sys, "argv", ["run_batch", *given])
+    with pytest.raises(SystemExit) as ended:
+        run_batch.main()
+    assert (ended.value.code, missing in capsys.readouterr().err) == (2, True)
+
+
 def test_every_path_of_the_server_may_be_asked_and_an_error_is_the_affair_of_its_line(files):
     wrong = a_request("wrong", temperature=-1)
     files.write(*[a_request(path, path) for path in BODIES], wrong)
