@@ -21,13 +21,13 @@ class Dots1(Glm4Moe):
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Dots1:
         num_layers, window = whole_number(keys, "num_hidden_layers"), keys.get("sliding_window", 4096)
-        num_full = num_layers if window is None else whole_number(keys, "max_window_layers", 62)
+        num_full = num_layers if window is None else whole_number(keys, "max_window_layers", 62, 0)
         bias = bool(keys.get("attention_bias"))
         own = {
             "attention_bias": bias,
             "output_bias": bias,
             "has_head_norms": True,
             "windows": layer_windows(keys, lambda layer: layer >= num_full),
-            "mixture": deepseek_mixture(keys, {}),
+            "mixture": deepseek_mixture(keys),
         }
         return read_decoder(cls, keys, own)

@@ -9,7 +9,7 @@ from typing import Any
 from engine.models.config import read_decoder
 from engine.models.config_fields import ModelError, number, whole_number
 from engine.models.ernie4_5 import Ernie45
-from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, refuse_other_values
+from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, num_experts, refuse_other_values
 
 # The defaults of transformers for keys that config.json does not have
 DEFAULTS = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True}
@@ -21,7 +21,9 @@ class Ernie45Moe(Ernie45):
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Ernie45Moe:
-        own = {"has_rotary_pairs": True, "use_bias": bool(keys.get("use_bias")), "mixture": _mixture(keys)}
+        if keys.get("use_bias"):  # then the output projection has one, too
+            raise ModelError(f"config.json: use_bias is {keys['use_bias']!r}, supported with experts is false")
+        own = {"has_rotary_pairs": True, "use_bias": False, "mixture": _mixture(keys)}
         return read_decoder(cls, {**DEFAULTS, **keys}, own)
 
 
@@ -37,7 +39,7 @@ def _mixture(keys: Mapping[str, Any]) -> MixtureConfig:
     interval = whole_number(keys, "moe_layer_interval", 1)
     last = whole_number(keys, "num_hidden_layers") - 1 if end == -1 else end
     return MixtureConfig(
-        num_experts=whole_number(keys, "moe_num_experts", 64),
+        num_experts=num_experts(keys, 64),
         intermediate_size=size,
         layers=mixture_layers(keys, lambda layer: start <= layer <= last and (layer + 1) % interval == 0),
         routing=Routing(

@@ -24,13 +24,14 @@ class Exaone4(DecoderConfig):
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Exaone4:
-        pattern = keys.get("sliding_window_pattern", 4)
+        keys = {"sliding_window": 4096, **keys}
+        has_windows = keys["sliding_window"] is not None
+        pattern = keys.get("sliding_window_pattern", 4) if has_windows else None
         if isinstance(pattern, str) and pattern:  # L for a layer with a window, G for one without
             slides = [each == "L" for each in pattern]
         else:  # the last of so many layers has none
-            interval = whole_number(keys, "sliding_window_pattern", 4)
+            interval = whole_number({"sliding_window_pattern": pattern}, "sliding_window_pattern", 4)
             slides = [(layer + 1) % interval != 0 for layer in range(whole_number(keys, "num_hidden_layers"))]
-        has_windows = keys.get("sliding_window") is not None
         windows = layer_windows(keys, lambda layer: has_windows and slides[layer % len(slides)])
         return read_decoder(cls, {"rms_norm_eps": 1e-5, **keys}, {"windows": windows, "has_windows": has_windows})
 

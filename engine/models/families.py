@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.models.config import DecoderConfig
 from engine.models.config_fields import ModelError
-from engine.models.deepseek import DeepseekV2, DeepseekV3, Mistral4
+from engine.models.deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite, Mistral4
 from engine.models.dots1 import Dots1
 from engine.models.ernie4_5 import Ernie45
 from engine.models.ernie4_5_moe import Ernie45Moe
@@ -55,7 +55,7 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
     "deepseek_v2": DeepseekV2,
     "deepseek_v3": DeepseekV3,
     "kimi_k2": DeepseekV3,
-    "glm4_moe_lite": DeepseekV3,
+    "glm4_moe_lite": Glm4MoeLite,
     "mistral4": Mistral4,
     "ernie4_5": Ernie45,
     "exaone4": Exaone4,

@@ -21,12 +21,15 @@ NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 class Gemma2(DecoderConfig):
     """Configuration of a Gemma 2 model."""
 
+    attention_bias: bool
     attention_softcap: float
     query_scale: float
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Gemma2:
+        given = {"num_key_value_heads": 4, "tie_word_embeddings": True, **keys}
         own = {
+            "attention_bias": bool(keys.get("attention_bias")),
             "norm_offset": 1.0,
             "embedding_multiplier": whole_number(keys, "hidden_size") ** 0.5,
             "logit_softcap": number(keys, "final_logit_softcapping", 30.0) if _is_set(keys, "final") else 0.0,
@@ -34,14 +37,15 @@ class Gemma2(DecoderConfig):
             "query_scale": number(keys, "query_pre_attn_scalar", 256) ** -0.5,
             "windows": layer_windows(keys, lambda layer: layer % 2 == 0),
         }
-        return read_decoder(cls, {"tie_word_embeddings": True, **keys}, own, head_dim=256, activations=GELU)
+        return read_decoder(cls, given, own, head_dim=256, activations=GELU)
 
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)
 
     def _layer(self, scope: LayerScope) -> DecoderLayer:
+        bias = self.attention_bias
         options = AttentionOptions(
-            scale=self.query_scale, window=self.window(scope.layer), softcap=self.attention_softcap
+            bias, bias, scale=self.query_scale, window=self.window(scope.layer), softcap=self.attention_softcap
         )
         mlp = GatedMlp.of(self, scope, activation="geglu")
         return DecoderLayer.of(self, scope, (Attention.of(self, scope, options), mlp), NORMS)

@@ -21,6 +21,7 @@ from engine.models.weights import Shard
 class Gemma3(DecoderConfig):
     """Configuration of a text-only Gemma 3 model."""
 
+    attention_bias: bool
     query_scale: float
 
     @classmethod
@@ -33,6 +34,7 @@ class Gemma3(DecoderConfig):
             if keys.get(name):
                 raise ModelError(f"config.json: {name} is {keys[name]!r}, supported is null")
         own = {
+            "attention_bias": bool(keys.get("attention_bias")),
             "norm_offset": 1.0,
             "embedding_multiplier": whole_number(keys, "hidden_size") ** 0.5,
             "query_scale": number(keys, "query_pre_attn_scalar", 256) ** -0.5,
@@ -40,7 +42,7 @@ class Gemma3(DecoderConfig):
             "rope": rope,
             "sliding_rope": sliding_rope,
         }
-        given = {"tie_word_embeddings": True, "max_position_embeddings": max_len, **keys}
+        given = {"num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": max_len, **keys}
         return read_decoder(cls, given, own, head_dim=256, activations=GELU)
 
     def network(self, shard: Shard) -> Decoder:
@@ -48,6 +50,7 @@ class Gemma3(DecoderConfig):
 
     def _layer(self, scope: LayerScope) -> DecoderLayer:
         rope, window = self.rope_of(scope.layer), self.window(scope.layer)
-        options = AttentionOptions(norms=HEADS, rope=rope, scale=self.query_scale, window=window)
+        bias, scale = self.attention_bias, self.query_scale
+        options = AttentionOptions(bias, bias, norms=HEADS, rope=rope, scale=scale, window=window)
         mlp = GatedMlp.of(self, scope, activation="geglu")
         return DecoderLayer.of(self, scope, (Attention.of(self, scope, options), mlp), NORMS)

@@ -24,7 +24,7 @@ class Glm4(DecoderConfig):
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Glm4:
-        given = {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5, **keys}
+        given = {"num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5, **keys}
         own = {"has_rotary_pairs": True, "attention_bias": bool(keys.get("attention_bias", True))}
         return read_decoder(cls, given, own, head_dim=128)
 

@@ -29,13 +29,14 @@ class Glm4Moe(MtpFamily):
     def read(cls, keys: Mapping[str, Any]) -> Glm4Moe:
         defaults = {"moe_intermediate_size": 1408, "n_routed_experts": 128, "num_experts_per_tok": 8}
         defaults |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
+        keys = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "num_key_value_heads": 8, **defaults, **keys}
         own = {
             "attention_bias": bool(keys.get("attention_bias")),
             "output_bias": False,
             "has_head_norms": bool(keys.get("use_qk_norm")),
-            "mixture": deepseek_mixture(keys, defaults),
+            "mixture": deepseek_mixture(keys),
         }
-        return read_decoder(cls, {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, **keys}, own)
+        return read_decoder(cls, keys, own)
 
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self.layer)

@@ -12,7 +12,7 @@ from engine.models.config_fields import number, whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
 from engine.models.layers import LayerScope
-from engine.models.mixture_config import Activation, MixtureConfig, Routing, mixture_layers
+from engine.models.mixture_config import Activation, MixtureConfig, Routing, mixture_layers, num_experts
 from engine.models.weights import Shard
 from engine.ops.catalogue_experts import SOFTMAX_OF_CHOSEN
 
@@ -28,12 +28,12 @@ class GptOss(DecoderConfig):
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> GptOss:
-        given = {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128, **keys}
+        given = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128, **keys}
         if not (given.get("rope_scaling") or given.get("rope_parameters")):
             given |= {"rope_parameters": YARN}
         limit, alpha = number(keys, "swiglu_limit", 7.0), number(keys, "swiglu_alpha", 1.702)
         mixture = MixtureConfig(
-            num_experts=whole_number(keys, "num_local_experts", 128),
+            num_experts=num_experts(keys, 128),
             intermediate_size=whole_number(keys, "intermediate_size"),
             layers=mixture_layers(keys),
             routing=Routing(top_k=whole_number(keys, "num_experts_per_tok", 4), scoring=SOFTMAX_OF_CHOSEN),

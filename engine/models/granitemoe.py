@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.models.config_fields import whole_number
 from engine.models.granite import Granite
-from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers
+from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, num_experts
 from engine.ops.catalogue_experts import SOFTMAX_OF_CHOSEN
 
 
@@ -19,7 +19,7 @@ class GraniteMoe(Granite):
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> GraniteMoe:
         mixture = MixtureConfig(
-            num_experts=whole_number(keys, "num_local_experts", 8),
+            num_experts=num_experts(keys, 8),
             intermediate_size=whole_number(keys, "intermediate_size"),
             layers=mixture_layers(keys),
             routing=Routing(top_k=whole_number(keys, "num_experts_per_tok", 2), scoring=SOFTMAX_OF_CHOSEN),

@@ -42,8 +42,8 @@ class SeedOss(Llama):
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> SeedOss:
         names = {"attention_bias": "attention_bias", "output_bias": "attention_out_bias", "mlp_bias": "mlp_bias"}
-        given = {"attention_bias": True, **keys}
-        return read_decoder(cls, keys, {own: bool(given.get(name)) for own, name in names.items()}, head_dim=128)
+        given = {"attention_bias": True, "num_key_value_heads": 8, **keys}
+        return read_decoder(cls, given, {own: bool(given.get(name)) for own, name in names.items()}, head_dim=128)
 
 
 class InternLm3(Llama):
@@ -53,6 +53,6 @@ class InternLm3(Llama):
     def read(cls, keys: Mapping[str, Any]) -> InternLm3:
         qkv_bias = bool(keys.get("qkv_bias", keys.get("attention_bias")))
         bias = bool(keys.get("bias", keys.get("mlp_bias")))
-        given = {"rms_norm_eps": 1e-5, **keys}
+        given = {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, **keys}
         own = {"attention_bias": qkv_bias, "output_bias": bias, "mlp_bias": bias}
         return read_decoder(cls, given, own, head_dim=128)

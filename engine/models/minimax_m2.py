@@ -12,7 +12,7 @@ from engine.models.config_fields import whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
 from engine.models.layers import LayerScope
-from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, refuse_other_values
+from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, num_experts, refuse_other_values
 from engine.models.weights import Shard
 from engine.ops.catalogue_experts import SIGMOID
 
@@ -26,11 +26,11 @@ class MiniMaxM2(DecoderConfig):
         refuse_other_values(keys, scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True)
         refuse_other_values(keys, qk_norm_type="per_layer", shared_intermediate_size=0)
         head_dim = whole_number(keys, "head_dim", 128)
-        given = {"rope_theta": 5000000.0, **keys}
+        given = {"num_key_value_heads": 8, "rope_theta": 5000000.0, **keys}
         if "partial_rotary_factor" not in given and given.get("rotary_dim") is not None:
             given["partial_rotary_factor"] = whole_number(given, "rotary_dim") / head_dim
         mixture = MixtureConfig(
-            num_experts=whole_number(keys, "num_local_experts", 256),
+            num_experts=num_experts(keys, 256),
             intermediate_size=whole_number(keys, "intermediate_size"),
             layers=mixture_layers(keys),
             routing=Routing(top_k=whole_number(keys, "num_experts_per_tok", 8), scoring=SIGMOID, renormalize=1),

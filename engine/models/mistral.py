@@ -21,7 +21,9 @@ class Mistral(DecoderConfig):
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Mistral:
         # Mistral has no key use_sliding_window.
-        return read_decoder(cls, keys, {"windows": layer_windows(keys, lambda layer: True)})
+        return read_decoder(
+            cls, {"num_key_value_heads": 8, **keys}, {"windows": layer_windows(keys, lambda layer: True)}
+        )
 
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)

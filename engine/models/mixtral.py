@@ -9,7 +9,7 @@ from typing import Any
 from engine.models.config import layer_windows, read_decoder
 from engine.models.config_fields import whole_number
 from engine.models.mistral import Mistral
-from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers
+from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, num_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +18,9 @@ class Mixtral(Mistral):
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Mixtral:
-        given = {"rms_norm_eps": 1e-5, "sliding_window": None, **keys}
+        given = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, **keys}
         mixture = MixtureConfig(
-            num_experts=whole_number(keys, "num_local_experts", 8),
+            num_experts=num_experts(keys, 8),
             intermediate_size=whole_number(keys, "intermediate_size"),
             layers=mixture_layers(keys),
             routing=Routing(top_k=whole_number(keys, "num_experts_per_tok", 2), renormalize=1),

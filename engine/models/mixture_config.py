@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from engine.models.config_fields import ModelError, layer_list, number, values_of_layers, whole_number
 from engine.ops.catalogue_experts import SIGMOID, SILU_GATE, SOFTMAX
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of their number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,12 @@ class MixtureConfig:
     shared_gate: str = ""  # the gate of its output; empty: none
 
 
+def num_experts(keys: Mapping[str, Any], default: int | None = None) -> int:
+    """Return the number of routed experts, for which versions of transformers write different keys."""
+    name = next((name for name in EXPERTS if keys.get(name) is not None), EXPERTS[0])
+    return whole_number(keys, name, default)
+
+
 def mixture_layers(keys: Mapping[str, Any], is_mixture: Callable[[int], bool] = lambda layer: True) -> tuple[bool, ...]:
     """Return, for each layer, whether it has a mixture of experts."""
     return tuple(is_mixture(layer) for layer in range(whole_number(keys, "num_hidden_layers")))
@@ -83,7 +90,7 @@ def qwen_mixture(keys: Mapping[str, Any], **shared: Any) -> MixtureConfig:
         top_k=whole_number(keys, "num_experts_per_tok"), renormalize=int(bool(keys.get("norm_topk_prob")))
     )
     return MixtureConfig(
-        num_experts=whole_number(keys, "num_experts"),
+        num_experts=num_experts(keys),
         intermediate_size=whole_number(keys, "moe_intermediate_size"),
         layers=_qwen_layers(keys),
         routing=routing,
@@ -91,16 +98,16 @@ def qwen_mixture(keys: Mapping[str, Any], **shared: Any) -> MixtureConfig:
     )
 
 
-def deepseek_mixture(keys: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> MixtureConfig:
+def deepseek_mixture(keys: Mapping[str, Any]) -> MixtureConfig:
     """Return the mixture of DeepSeek-V3 and the families that follow it: sigmoid scores, a bias of the choice, groups
-    of experts, shared experts, and dense layers at the bottom. `defaults` are those of the family for missing keys."""
-    given = {**defaults, **{name: value for name, value in keys.items() if value is not None}}
+    of experts, shared experts, and dense layers at the bottom."""
+    given = {name: value for name, value in keys.items() if value is not None}
     size = whole_number(given, "moe_intermediate_size")
     num_dense, num_shared = (whole_number(given, name, 0, 0) for name in ("first_k_dense_replace", "n_shared_experts"))
     refuse_other_values(given, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    num_experts = whole_number(given, "n_routed_experts")
+    count = num_experts(given)
     return MixtureConfig(
-        num_experts=num_experts,
+        num_experts=count,
         intermediate_size=size,
         layers=_deepseek_layers(given, num_dense),
         routing=Routing(
@@ -108,7 +115,7 @@ def deepseek_mixture(keys: Mapping[str, Any], defaults: Mapping[str, Any] = Mapp
             scoring=SIGMOID,
             num_groups=whole_number(given, "n_group", 1),
             top_groups=whole_number(given, "topk_group", 1),
-            group_best=min(2, num_experts // whole_number(given, "n_group", 1)),
+            group_best=min(2, count // whole_number(given, "n_group", 1)),
             renormalize=int(bool(given.get("norm_topk_prob"))),
             epsilon=1e-20,
             factor=number(given, "routed_scaling_factor", 1.0),
@@ -125,7 +132,7 @@ def softmax_mixture(keys: Mapping[str, Any]) -> MixtureConfig:
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelError(f"config.json: topk_method is {method!r}, supported are 'greedy' and 'group_limited_greedy'")
     refuse_other_values(keys, scoring_func="softmax", norm_topk_prob=False)
-    mixture = deepseek_mixture({**keys, "topk_method": None, "scoring_func": None}, {})
+    mixture = deepseek_mixture({**keys, "topk_method": None, "scoring_func": None})
     groups = {} if method == "group_limited_greedy" else {"num_groups": 1, "top_groups": 1}
     routing = replace(mixture.routing, scoring=SOFTMAX, group_best=1, epsilon=0.0, **groups)
     return replace(mixture, choice_bias="", routing=routing)
@@ -133,7 +140,7 @@ def softmax_mixture(keys: Mapping[str, Any]) -> MixtureConfig:
 
 def mistral_mixture(keys: Mapping[str, Any]) -> MixtureConfig:
     """Return the mixture of Mistral Small 4: that of DeepSeek-V3 with softmax scores and no bias of the choice."""
-    mixture = deepseek_mixture(keys, {"norm_topk_prob": True})
+    mixture = deepseek_mixture(keys)
     return replace(mixture, choice_bias="", routing=replace(mixture.routing, scoring=SOFTMAX))
 
 

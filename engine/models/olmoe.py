@@ -12,7 +12,7 @@ from engine.models.config_fields import whole_number
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import mlp_of
 from engine.models.layers import LayerScope
-from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, refuse_other_values
+from engine.models.mixture_config import MixtureConfig, Routing, mixture_layers, num_experts, refuse_other_values
 from engine.models.weights import Shard
 
 
@@ -29,7 +29,7 @@ class Olmoe(DecoderConfig):
             top_k=whole_number(keys, "num_experts_per_tok", 8), renormalize=int(bool(keys.get("norm_topk_prob")))
         )
         mixture = MixtureConfig(
-            num_experts=whole_number(keys, "num_experts", 64),
+            num_experts=num_experts(keys, 64),
             intermediate_size=whole_number(keys, "intermediate_size"),
             layers=mixture_layers(keys),
             routing=routing,

@@ -20,7 +20,8 @@ class Qwen25Vl(VisionFamily, Qwen2):
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Qwen25Vl:
-        keys = {**an_object(keys, "text_config"), **keys}
+        defaults = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+        keys = {**defaults, **an_object(keys, "text_config"), **keys}
         given = an_object(keys, "vision_config")
         unit = whole_number(given, "patch_size", 14) * whole_number(given, "spatial_merge_size", 2)
         full_layers = layer_list(given, "fullatt_block_indexes", (7, 15, 23, 31))

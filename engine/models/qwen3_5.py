@@ -25,7 +25,10 @@ class Qwen35(Qwen3VisionFamily, MtpFamily):
 
     are_linear: tuple[bool, ...]  # of each layer: whether it is Gated DeltaNet
     delta_net: DeltaNetOptions
-    defaults: ClassVar[Mapping[str, Any]] = {"partial_rotary_factor": 0.25}  # for missing keys
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "partial_rotary_factor": 0.25,
+        "num_key_value_heads": 4,
+    }  # for missing keys
     mtp_layout = QWEN
     is_grouped: ClassVar[bool] = False  # layout of the projections of Gated DeltaNet
 

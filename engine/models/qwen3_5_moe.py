@@ -20,6 +20,7 @@ class Qwen35Moe(Qwen35):
         "norm_topk_prob": True,
         "num_experts": 256,
         "num_experts_per_tok": 8,
+        "num_key_value_heads": 2,
     }
 
     @classmethod

@@ -17,8 +17,10 @@ class Qwen3Moe(Qwen3):
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Qwen3Moe:
-        mixture = qwen_mixture({"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, **keys})
+        mixture = qwen_mixture(
+            {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_local_experts": 128, **keys}
+        )
         has_windows = bool(keys.get("use_sliding_window"))  # in all layers
         windows = layer_windows(keys, lambda layer: has_windows)
         own = {"attention_bias": bool(keys.get("attention_bias")), "windows": windows, "mixture": mixture}
-        return read_decoder(cls, keys, own)
+        return read_decoder(cls, {"num_key_value_heads": 4, **keys}, own)

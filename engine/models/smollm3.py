@@ -27,13 +27,14 @@ class SmolLm3(DecoderConfig):
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> SmolLm3:
         num_layers, interval = whole_number(keys, "num_hidden_layers"), whole_number(keys, "no_rope_layer_interval", 4)
-        given = values_of_layers(keys, "no_rope_layers", num_layers)
-        rotates = tuple(bool(each) for each in given or [(layer + 1) % interval for layer in range(num_layers)])
+        listed = values_of_layers(keys, "no_rope_layers", num_layers)
+        rotates = tuple(bool(each) for each in listed or [(layer + 1) % interval for layer in range(num_layers)])
         has_windows = bool(keys.get("use_sliding_window")) and keys.get("sliding_window") is not None
         windows = layer_windows(keys, lambda layer: has_windows and not rotates[layer])
+        given = {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True, **keys}
         biases = {name: bool(keys.get(name)) for name in ("attention_bias", "mlp_bias")}
         own = {"rotates": rotates, "windows": windows if has_windows else (), **biases}
-        return read_decoder(cls, {"rope_theta": 2e6, "tie_word_embeddings": True, **keys}, own)
+        return read_decoder(cls, given, own)
 
     def network(self, shard: Shard) -> Decoder:
         return Decoder.of(self, shard, self._layer)

@@ -23,7 +23,7 @@ class Starcoder2(DecoderConfig):
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Starcoder2:
         windows = layer_windows(keys, lambda layer: keys.get("sliding_window") is not None)
-        given = {"tie_word_embeddings": True, "norm_epsilon": 1e-5, **keys}
+        given = {"num_key_value_heads": 2, "tie_word_embeddings": True, "norm_epsilon": 1e-5, **keys}
         return read_decoder(
             cls, given, {"windows": windows, "use_bias": bool(keys.get("use_bias", True))}, activations=GELU
         )

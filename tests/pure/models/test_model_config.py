@@ -9,6 +9,9 @@ from engine.models.families import read_model
 from engine.models.formats import FLOAT32
 from engine.models.weights import Shard, weights_of
 from tests.checkpoints import COMMON, FAMILIES, tensor_list
+from tests.family_checkpoints import ALL, config_of
+
+YARN = {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 
 
 def a_config(family: str = "llama", **overrides) -> DecoderConfig:
@@ -87,6 +90,12 @@ def test_every_tensor_of_a_family_has_its_place_and_shape(family):
         ("qwen3", {"layer_types": ["full_attention", "linear"]}, "layer_types has 'linear'"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, num_hidden_layers is 3"),
         ("qwen3", {"layer_types": [None, "linear"]}, "layer_types has None"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is True, supported with experts is false"),
+        (
+            "deepseek_v2",
+            {**ALL["deepseek_v2"], "mlp_bias": True},
+            "mlp_bias is True, supported with shared experts is false",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_key_and_value(family, overrides, message):
@@ -113,6 +122,7 @@ def test_what_is_not_supported_is_refused_by_key_and_value(family, overrides, me
         ("qwen3", {"sliding_window": 99, "layer_types": ["sliding_attention", *["full_attention"] * 2]}, (99, 0, 0)),
         ("gemma2", {"sliding_window": 99, "hidden_act": "absent"}, (99, 0)),
         ("ministral", {"sliding_window": 99}, (99, 99)),
+        ("dots1", {**ALL["dots1"], "sliding_window": 99, "max_window_layers": 0}, (99, 99, 99)),
     ],
 )
 def test_a_sliding_window_counts_only_where_the_family_uses_it(family, overrides, windows):
@@ -157,3 +167,58 @@ def test_defaults_are_those_of_transformers():
     config = a_config("ernie4_5", **dict.fromkeys(own, "absent"))
     assert (config.head_dim, config.num_kv_heads, config.rms_norm_eps) == (128, 2, 1e-5)
     assert config.rope.inv_freq[-1] == pytest.approx(500000 ** (-126 / 128)) and config.tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("family", "defaults"),
+    [
+        *((family, {"num_key_value_heads": 8}) for family in ("mistral_window", "ministral", "mixtral", "seed_oss")),
+        *((family, {"num_key_value_heads": 4}) for family in ("gemma2", "gemma3_text", "smollm3", "qwen3_moe")),
+        *((family, {"num_key_value_heads": 2}) for family in ("glm4", "internlm3", "starcoder2", "qwen3_next")),
+        *((family, {"num_key_value_heads": 8}) for family in ("gpt_oss", "minimax_m2", "glm4_moe", "qwen2_5_vl")),
+        ("qwen3_5_text", {"num_key_value_heads": 4}),
+        ("qwen2_5_vl", {"rms_norm_eps": 1e-5, "rope_theta": 1e6}),
+        ("mixtral", {"rope_theta": 1e6}),
+        ("exaone4", {"sliding_window": 4096}),
+        ("deepseek_v2", {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}),
+        ("deepseek_v3", {"n_group": 8, "topk_group": 4, "n_routed_experts": 256, "num_experts_per_tok": 8}),
+        ("deepseek_v3", {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_shared_experts": 1}),
+        ("deepseek_v3", {"first_k_dense_replace": 3, "q_lora_rank": 1536, "moe_intermediate_size": 2048}),
+        ("glm4_moe_lite", {"norm_topk_prob": True, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5}),
+        ("glm4_moe_lite", {"first_k_dense_replace": 1, "mlp_layer_types": None, "num_experts_per_tok": 4}),
+        ("mistral4", {"norm_topk_prob": True, "n_routed_experts": 128, "n_shared_experts": 1, "q_lora_rank": 1024}),
+        ("mistral4", {"rope_parameters": {**YARN, "factor": 128.0, "original_max_position_embeddings": 8192}}),
+    ],
+)
+def test_missing_keys_have_the_defaults_that_transformers_has(family, defaults):
+    given = config_of(family, hidden_size=256, num_attention_heads=16, text_config={}) | defaults
+    if "vision_config" in given:
+        given["vision_config"] = given["vision_config"] | {"out_hidden_size": 256}
+    missing = {name: value for name, value in given.items() if name not in defaults}
+    assert repr(read_model(missing)) == repr(read_model(given))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "other"),
+    [
+        ("qwen3_moe", "num_experts", "num_local_experts"),
+        ("mixtral", "num_local_experts", "num_experts"),
+        ("deepseek_v3", "n_routed_experts", "num_local_experts"),
+        ("ernie4_5_moe", "moe_num_experts", "num_experts"),
+    ],
+)
+def test_the_number_of_experts_is_found_under_each_of_its_names(family, name, other):
+    renamed = a_config(family, **ALL[family] | {name: "absent", other: ALL[family][name]})
+    assert renamed.mixture == a_config(family, **ALL[family]).mixture
+
+
+def test_a_model_without_windows_needs_no_pattern_of_windows():
+    config = a_config("exaone4", sliding_window=None, sliding_window_pattern=0)  # as transformers writes it
+    assert config.windows == (0, 0) and not config.has_windows
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_attention_bias_adds_the_biases_of_all_projections(family):
+    network = read_model(config_of(family, attention_bias=True)).network(Shard(FLOAT32, "float32", block_size=64))
+    tensors = {part.tensor for weight in weights_of(network).values() for part in weight.parts}
+    assert {f"model.layers.0.self_attn.{name}_proj.bias" for name in "qkvo"} <= tensors
