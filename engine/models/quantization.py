@@ -29,8 +29,7 @@ def read_quantization(keys: Mapping[str, Any]) -> tuple[Quantization, ...]:
     config = an_object(keys, KEY)
     if not config:
         return ()
-    is_fastdeploy = not OF_FASTDEPLOY.isdisjoint(config)
-    method = config.get("quant_method", "fastdeploy" if is_fastdeploy else "unknown")
+    method = _method(config)
     if method not in [*METHODS]:  # config.json may have a value of any type
         raise ModelError(
             f"config.json: {KEY}.quant_method is {method!r}, supported are {', '.join(METHODS)}, and plain weights"
@@ -44,9 +43,16 @@ def is_fp8(keys: Mapping[str, Any]) -> bool:
     Unknown methods return False, since exports of other programs use the same key for something else.
     """
     config = an_object(keys, KEY)
-    if config.get("quant_method") not in [*METHODS] or config.get("quant_algo") in NVFP4 or is_fp4(config):
+    method = _method(config)
+    if method not in [*METHODS] or method in ("fastdeploy", "mxfp4"):
         return False
-    return not read_quantization(keys) and config["quant_method"] != "mxfp4"
+    return config.get("quant_algo") not in NVFP4 and not is_fp4(config) and not read_quantization(keys)
+
+
+def _method(config: Mapping[str, Any]) -> Any:
+    """Return the quant_method, which FastDeploy and older versions of ModelOpt leave out."""
+    name = "fastdeploy" if not OF_FASTDEPLOY.isdisjoint(config) else "modelopt" if "quant_algo" in config else None
+    return config.get("quant_method", name)
 
 
 def is_mxfp4(keys: Mapping[str, Any]) -> bool:
@@ -81,7 +87,7 @@ def _with_groups(quantization: Quantization) -> Quantization:
 
 def _fp8(config: Mapping[str, Any]) -> tuple[Quantization, ...]:
     """Check a config of 8-bit floats. Its settings for activations are ignored, since activations are not quantized."""
-    need(config, "fp8", fmt=("e4m3", None), weight_block_size=([FP8_BLOCK, FP8_BLOCK], None))
+    need(config, "fp8", fmt=("e4m3", "float8_e4m3fn", None), weight_block_size=([FP8_BLOCK, FP8_BLOCK], None))
     return ()
 
 

@@ -7,6 +7,7 @@ from engine.models.config import DecoderConfig
 from engine.models.config_fields import ModelError
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
+from engine.models.quantization import is_fp8
 from engine.models.weights import Shard, weights_of
 from tests.checkpoints import COMMON, FAMILIES, tensor_list
 from tests.family_checkpoints import ALL, config_of
@@ -222,3 +223,15 @@ def test_attention_bias_adds_the_biases_of_all_projections(family):
     network = read_model(config_of(family, attention_bias=True)).network(Shard(FLOAT32, "float32", block_size=64))
     tensors = {part.tensor for weight in weights_of(network).values() for part in weight.parts}
     assert {f"model.layers.0.self_attn.{name}_proj.bias" for name in "qkvo"} <= tensors
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},  # MiniMax-M2
+        {"quant_algo": "FP8", "kv_cache_scheme": "FP8", "producer": {"name": "modelopt"}},  # an older ModelOpt
+    ],
+)
+def test_released_configs_of_8_bit_floats_are_read(quantization):
+    a_config(quantization_config=quantization)
+    assert is_fp8({"quantization_config": quantization})
