@@ -181,7 +181,7 @@ def _refuse_what_is_not_built(keys: Mapping[str, Any], activations: Collection[s
     if keys.get("is_causal", True) is not True:
         raise ModelError(f"config.json: is_causal is {keys['is_causal']!r}, supported is True: models that write text")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if keys.get(name) and not has_experts:
+        if keys.get(name) and keys[name] != 1 and not has_experts:  # a released HunYuan without a router has 1
             raise ModelError(f"config.json: {name} is {keys[name]!r}, this model type has no mixtures of experts")
 
 

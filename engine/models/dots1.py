@@ -23,11 +23,13 @@ class Dots1(Glm4Moe):
         num_layers, window = whole_number(keys, "num_hidden_layers"), keys.get("sliding_window", 4096)
         num_full = num_layers if window is None else whole_number(keys, "max_window_layers", 62, 0)
         bias = bool(keys.get("attention_bias"))
+        # The released config.json has the name of the method here; transformers computes sigmoid scores.
+        scores = {**keys, "scoring_func": None} if keys.get("scoring_func") == "noaux_tc" else keys
         own = {
             "attention_bias": bias,
             "output_bias": bias,
             "has_head_norms": True,
             "windows": layer_windows(keys, lambda layer: layer >= num_full),
-            "mixture": deepseek_mixture(keys),
+            "mixture": deepseek_mixture(scores),
         }
         return read_decoder(cls, keys, own)

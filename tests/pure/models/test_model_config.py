@@ -213,6 +213,14 @@ def test_the_number_of_experts_is_found_under_each_of_its_names(family, name, ot
     assert renamed.mixture == a_config(family, **ALL[family]).mixture
 
 
+def test_released_configs_name_the_routing_of_dots1_and_the_one_expert_of_hunyuan():
+    dots = ALL["dots1"]
+    assert a_config("dots1", **dots, scoring_func="noaux_tc").mixture == a_config("dots1", **dots).mixture
+    with pytest.raises(ModelError, match="scoring_func is 'softmax', supported is 'sigmoid'"):
+        a_config("dots1", **dots, scoring_func="softmax")
+    assert a_config("hunyuan_v1_dense", num_experts=1).mixture is None
+
+
 def test_a_model_without_windows_needs_no_pattern_of_windows():
     config = a_config("exaone4", sliding_window=None, sliding_window_pattern=0)  # as transformers writes it
     assert config.windows == (0, 0) and not config.has_windows
