@@ -8,7 +8,7 @@ memory). So everything that is not known to be harmless is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -19,16 +19,15 @@ from engine.wire.triton import DATATYPE, INPUT, LENGTH_BYTES, MODEL, OUTPUT, VER
 
 MAX_ID_LEN = 256  # characters: every response repeats it
 EMPTY_FINAL = "triton_enable_empty_final_response"
-# Supported parameters of a request with their types. tritonclient sends them; only the first one has an effect.
+# Supported parameters of a request with their types. Clients of Triton send them; only the first one has an effect.
 PARAMETERS = {
-    EMPTY_FINAL: "bool_param",
-    "sequence_id": "int64_param",
-    "sequence_start": "bool_param",
-    "sequence_end": "bool_param",
-    "priority": "int64_param",
-    "timeout": "int64_param",
+    EMPTY_FINAL: ("bool_param",),
+    "sequence_id": ("int64_param", "string_param"),
+    "sequence_start": ("bool_param",),
+    "sequence_end": ("bool_param",),
+    "priority": ("int64_param", "uint64_param"),  # the latter from tritonclient
+    "timeout": ("int64_param",),
 }
-SEQUENCE_ID = "string_param"  # a sequence id may also be a string
 FOR_MODEL = f"for model '{MODEL}'"
 
 
@@ -115,14 +114,14 @@ def _element(raw: bytes, what: str) -> bytes:
     return raw[LENGTH_BYTES:]
 
 
-def _check_parameters(given: Mapping[str, Any], known: Mapping[str, str], whose: str) -> None:
+def _check_parameters(given: Mapping[str, Any], known: Mapping[str, Collection[str]], whose: str) -> None:
     for name, value in given.items():
         if name not in known:
             allowed = f", those of a request are {', '.join(known)}" if known else ""
             raise InvalidInferRequest(f"the parameter {_named(name)} of {whose} is not supported{allowed}")
-        kinds = (known[name], SEQUENCE_ID) if name == "sequence_id" else (known[name],)
-        if value.WhichOneof("parameter_choice") not in kinds:
-            raise InvalidInferRequest(f"invalid value type for '{name}' parameter, expected {' or '.join(kinds)}.")
+        if value.WhichOneof("parameter_choice") not in known[name]:
+            kinds = " or ".join(known[name])
+            raise InvalidInferRequest(f"invalid value type for '{name}' parameter, expected {kinds}.")
 
 
 def _named(text: str) -> str:

@@ -44,6 +44,7 @@ def test_bytes_that_are_no_message_are_refused(message):
         lambda request: parameter(request, "sequence_id", string_param="a"),
         lambda request: parameter(request, "sequence_id", int64_param=7),
         lambda request: parameter(request, "priority", int64_param=7),
+        lambda request: parameter(request, "priority", uint64_param=7),
         lambda request: parameter(request, "timeout", int64_param=7),
     ],
 )
@@ -84,10 +85,15 @@ def test_what_is_odd_is_refused_or_comes_to_tritonserver_as_nothing_but_its_text
     assert fresh == request_of(payload, request.id)
 
 
-def test_every_parameter_that_tritonclient_sends_is_known(monkeypatch):
+@pytest.mark.parametrize("sequence_id", [7, "a"])
+def test_every_parameter_that_tritonclient_sends_is_accepted(sequence_id):
     from tritonclient.grpc._utils import _get_inference_request
 
     sent = _get_inference_request(
-        "model", [], "", "", None, 7, True, True, 1, 1, {}
+        "model", [], "", "", None, sequence_id, True, True, 1, 1, {}
     ).parameters  # sequence, priority, timeout
     assert set(sent) | {"triton_enable_empty_final_response"} == set(request_module.PARAMETERS)
+    request = infer_request({"text": "hi"})
+    for name, value in sent.items():
+        request.parameters[name].CopyFrom(value)
+    assert checked_payload(parse(request.SerializeToString())) == TEXT
