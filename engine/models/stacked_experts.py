@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from engine.dtypes import from_mxfp4
-from engine.models.config_fields import ModelError
+from engine.models.config_fields import ModelError, an_object, whole_number
 from engine.models.stored_tensors import StoredTensor, slices
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -65,6 +64,8 @@ class Mxfp4:
 def with_single_experts(keys: Mapping[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors with those that stack experts replaced by one tensor per expert and projection, as most
     families have them. Raises ModelError for shapes that do not fit."""
+    if keys.get("model_type") == "qwen3_vl_moe":
+        return _gates_first(tensors, whole_number({**an_object(keys, "text_config"), **keys}, "hidden_size"))
     layout = LAYOUTS.get(keys.get("model_type") or "")
     return layout(tensors) if layout else tensors
 
@@ -82,13 +83,15 @@ def _granite(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     return made
 
 
-def _gates_first(tensors: dict[str, StoredTensor], is_transposed: bool = False) -> dict[str, StoredTensor]:
-    """Read `gate_up_proj` [E, 2 F, H], gates first, and `down_proj` [E, H, F], or both transposed."""
+def _gates_first(tensors: dict[str, StoredTensor], hidden_size: int = 0) -> dict[str, StoredTensor]:
+    """Read `gate_up_proj` [E, 2 F, H], gates first, and `down_proj` [E, H, F]. With `hidden_size` they may also be
+    transposed, as the released Qwen3-VL has them: transformers 5 reads both, and writes them as they are named here."""
     made: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
         block, _, end = name.rpartition(".experts.")
         if end in ("gate_up_proj", "down_proj"):
             projections = PROJECTIONS[:2] if "gate" in end else PROJECTIONS[2:]
+            is_transposed = hidden_size not in (0, stored.get_shape()[-1 if "gate" in end else 1])
             made |= dict(_unstacked(block, stored, projections, "weight", is_transposed=is_transposed))
         else:
             made[name] = stored
@@ -150,6 +153,5 @@ LAYOUTS: dict[str, Callable[[dict[str, StoredTensor]], dict[str, StoredTensor]]]
     "granitemoe": _granite,
     "gpt_oss": _gpt_oss,
     "ernie4_5_moe": _ernie,
-    "qwen3_vl_moe": partial(_gates_first, is_transposed=True),
     **dict.fromkeys(("mistral4", "qwen3_5_moe", "qwen3_5_moe_text"), _gates_first),
 }

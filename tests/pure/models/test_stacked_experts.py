@@ -41,6 +41,19 @@ def test_experts_in_mxfp4_are_read_by_turns_of_gates_and_up_with_their_scales():
             np.testing.assert_array_equal(stored[1:3], wanted[expert, first::2][1:3])
 
 
+def test_the_experts_of_qwen3_vl_are_read_as_released_and_as_transformers_5_writes_them():
+    rng, name = np.random.default_rng(0), "model.layers.0.mlp.experts"
+    arrays = {"gate_up_proj": rng.random((2, 6, 8), np.float32), "down_proj": rng.random((2, 8, 3), np.float32)}
+    keys = {"model_type": "qwen3_vl_moe", "text_config": {"hidden_size": 8}}
+    for turn in ((0, 1, 2), (0, 2, 1)):
+        stored = {f"{name}.{end}": Array(array.transpose(turn)) for end, array in arrays.items()}
+        found = with_single_experts(keys, stored)
+        for expert in range(2):
+            gate, up, down = (found[f"{name}.{expert}.{each}_proj.weight"] for each in ("gate", "up", "down"))
+            np.testing.assert_array_equal(np.concatenate([gate[...], up[...]]), arrays["gate_up_proj"][expert])
+            np.testing.assert_array_equal(down[...], arrays["down_proj"][expert])
+
+
 def test_values_in_mxfp4_stay_the_same_when_they_are_stored_again():
     """Groups have any of the eight largest numbers, zeros alone, and small and large exponents."""
     rng = np.random.default_rng(0)
