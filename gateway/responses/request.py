@@ -117,6 +117,8 @@ def add_items(messages: list[Json], items: Any) -> None:
             text = "`{field}` may have items of {limit}, not {value}"
             raise InvalidRequest(text, field="input", value=wire.shown(kind), limit=[*ITEMS])
         ITEMS[kind](item, messages, f"[{index}]")
+    for message in messages:  # an answer that was cut in its reasoning has nothing else
+        message.setdefault("content", "")
 
 
 def _message(item: Json, messages: list[Json], place: str) -> None:

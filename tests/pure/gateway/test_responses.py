@@ -137,6 +137,15 @@ def test_a_conversation_is_a_chat_to_the_model():
     assert body["chat_template_kwargs"]["tools"][0]["function"]["name"] == "weather"
 
 
+def test_an_answer_that_was_cut_in_its_reasoning_can_be_continued():
+    thought = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
+    _, answer, question = sent(input=[{"role": "user", "content": "Hi"}, thought, {"role": "user", "content": "So?"}])[
+        "messages"
+    ]
+    assert answer == {"role": "assistant", "reasoning_content": "Hm", "content": ""}
+    assert question["content"] == "So?"
+
+
 def test_images_are_parts_of_a_chat_and_keep_their_places():
     image = {"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "low"}
     conversation = [
