@@ -7,7 +7,8 @@ from typing import Any
 
 from engine.models.config import DecoderConfig
 from engine.models.config_fields import ModelError
-from engine.models.deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite, Mistral4
+from engine.models.deepseek import DeepseekV2
+from engine.models.deepseek_v3 import DeepseekV3
 from engine.models.dots1 import Dots1
 from engine.models.ernie4_5 import Ernie45
 from engine.models.ernie4_5_moe import Ernie45Moe
@@ -16,6 +17,7 @@ from engine.models.gemma2 import Gemma2
 from engine.models.gemma3 import Gemma3
 from engine.models.glm4 import Glm4
 from engine.models.glm4_moe import Glm4Moe
+from engine.models.glm4_moe_lite import Glm4MoeLite
 from engine.models.gpt_oss import GptOss
 from engine.models.granite import Granite
 from engine.models.granitemoe import GraniteMoe
@@ -23,6 +25,7 @@ from engine.models.hunyuan import HunYuan
 from engine.models.llama import InternLm3, Llama, SeedOss
 from engine.models.minimax_m2 import MiniMaxM2
 from engine.models.mistral import Mistral
+from engine.models.mistral4 import Mistral4
 from engine.models.mixtral import Mixtral
 from engine.models.nemotron import Arcee, Nemotron
 from engine.models.olmo2 import Olmo2, Olmo3
