@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from engine.models.config_fields import ModelError, an_object, number, whole_number
 from engine.models.mixture_config import MixtureConfig
@@ -57,6 +57,7 @@ class DecoderConfig(ABC):
     mixture: MixtureConfig | None = None  # the mixtures of experts of its layers
     num_mtp_layers: int = 0  # layers behind the decoder layers that only draft tokens (MTP)
     eagle3: Eagle3Head | None = None  # a head of its own checkpoint, which drafts tokens
+    rotates_partly: ClassVar[bool] = False  # partial_rotary_factor may be below 1
     has_rotary_pairs: bool = False  # the checkpoint stores the two elements of a pair adjacently, not half a head apart
 
     @classmethod
@@ -140,6 +141,9 @@ def read_decoder(
         **own,
     )
     _check_heads(config)
+    if not family.rotates_partly and 2 * len(rope.inv_freq) != head_dim:  # transformers ignores the key
+        share = 2 * len(rope.inv_freq) / head_dim
+        raise ModelError(f"config.json: partial_rotary_factor is {share:g}, this model type rotates whole heads")
     return config
 
 

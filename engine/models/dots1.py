@@ -17,6 +17,7 @@ class Dots1(Glm4Moe):
     """Configuration of a dots.llm1 model."""
 
     mtp_layout = None
+    rotates_partly = False
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Dots1:

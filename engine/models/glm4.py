@@ -21,6 +21,7 @@ class Glm4(DecoderConfig):
     """Configuration of a GLM-4 model."""
 
     attention_bias: bool
+    rotates_partly = True
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Glm4:

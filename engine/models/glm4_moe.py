@@ -24,6 +24,7 @@ class Glm4Moe(MtpFamily):
     output_bias: bool  # bias of the attention's output projection
     has_head_norms: bool
     mtp_layout: ClassVar[MtpLayout | None] = DEEPSEEK
+    rotates_partly = True
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Glm4Moe:

@@ -21,6 +21,8 @@ from engine.ops.catalogue_experts import SIGMOID
 class MiniMaxM2(DecoderConfig):
     """Configuration of a MiniMax-M2 model."""
 
+    rotates_partly = True
+
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> MiniMaxM2:
         refuse_other_values(keys, scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True)

@@ -41,6 +41,7 @@ class Nemotron(Arcee):
     """Configuration of a Nemotron model: layer norms with 1 + weight, and positions that rotate a part of a head."""
 
     norm_offset: float = 1.0
+    rotates_partly = True
     norm_kind: ClassVar[type[Norm]] = LayerNorm
 
     @classmethod

@@ -18,6 +18,8 @@ from engine.models.weights import Shard
 class Phi3(DecoderConfig):
     """Configuration of a Phi-3, Phi-3.5 or Phi-4 model."""
 
+    rotates_partly = True
+
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Phi3:
         windows = layer_windows(keys, lambda layer: keys.get("sliding_window") is not None)

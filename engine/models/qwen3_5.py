@@ -25,11 +25,9 @@ class Qwen35(Qwen3VisionFamily, MtpFamily):
 
     are_linear: tuple[bool, ...]  # of each layer: whether it is Gated DeltaNet
     delta_net: DeltaNetOptions
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "partial_rotary_factor": 0.25,
-        "num_key_value_heads": 4,
-    }  # for missing keys
+    defaults: ClassVar[Mapping[str, Any]] = {"partial_rotary_factor": 0.25, "num_key_value_heads": 4}
     mtp_layout = QWEN
+    rotates_partly = True
     is_grouped: ClassVar[bool] = False  # layout of the projections of Gated DeltaNet
 
     @classmethod

@@ -77,10 +77,11 @@ def _read(keys: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, ma
     # Values are rounded where transformers rounds them: the last bit of a frequency changes angles of late positions.
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     inv_freq = np.float32(1.0) / (theta ** exponents.astype(np.float64)).astype(np.float32)
-    original = keys.get("original_max_position_embeddings")
+    original = keys.get("original_max_position_embeddings")  # has precedence, as in transformers
     scaling = {
-        "original_max_position_embeddings": original or max_position_embeddings,
+        "original_max_position_embeddings": max_position_embeddings,
         **scaling,
+        **({"original_max_position_embeddings": original} if original else {}),
         "theta": theta,
         "max_position_embeddings": max_position_embeddings,
     }

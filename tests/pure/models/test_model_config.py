@@ -87,6 +87,12 @@ def test_every_tensor_of_a_family_has_its_place_and_shape(family):
             "rope_type 'yarn' is not possible with .*'theta': 1.0.*: float division by zero",
         ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, of a head of 18 an even number"),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5, this model type rotates whole heads",
+        ),
+        ("dots1", {**ALL["dots1"], "partial_rotary_factor": 0.5}, "factor is 0.5, this model type rotates whole heads"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "one set for all layers"),
         ("qwen3", {"layer_types": ["full_attention", "linear"]}, "layer_types has 'linear'"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, num_hidden_layers is 3"),
@@ -142,6 +148,14 @@ def test_old_and_new_rope_keys_mean_the_same():
     new = a_config(rope_theta="absent", rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
     np.testing.assert_array_equal(old.rope.inv_freq, new.rope.inv_freq)
     assert not np.array_equal(old.rope.inv_freq, a_config(rope_theta=5e5).rope.inv_freq)
+
+
+def test_the_original_length_beside_the_scaling_has_precedence():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    beside = a_config("qwen2", rope_scaling=scaling, original_max_position_embeddings=512)
+    within = a_config("qwen2", rope_scaling={**scaling, "original_max_position_embeddings": 512})
+    assert beside.max_position_embeddings == within.max_position_embeddings == 2048
+    np.testing.assert_array_equal(beside.rope.inv_freq, within.rope.inv_freq)
 
 
 def test_scaled_positions_reach_further_than_the_key_says():
