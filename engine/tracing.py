@@ -14,7 +14,6 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 from engine import __version__
 from engine.settings.config import Config
@@ -84,8 +83,7 @@ class Tracer:
     def __init__(self, config: Config, process: str):
         self.model_name = config.served_model_name or "default"
         self._url = config.otlp_endpoint.rstrip("/") + "/v1/traces"
-        given = [pair.partition("=") for pair in config.otlp_headers.split(",") if pair.strip()]
-        self._headers = {unquote(name.strip()): unquote(value.strip()) for name, _, value in given}
+        self._headers = config.otlp_header_fields
         about = {"service.name": config.otlp_service_name, "service.version": __version__, "process.pid": os.getpid()}
         self._resource = {"attributes": _attributes({**about, "service.instance.id": process})}
         self._waiting: queue.Queue[Span | None] = queue.Queue(MAX_WAITING)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from engine.errors import ConfigError
 from engine.settings.setting import expanded, setting
@@ -27,6 +28,7 @@ ENGINE_SOCKET = "engine.sock"
 TRITON_FOLDER, TRITON_SOCKET, TRITON_PAGE = ".triton", "grpc:1", "page"
 MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
 DEFAULT_LOG_DIR = "log"
+HEADER_NAME, HEADER_VALUE = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"), re.compile(r"[\t -~]*")
 
 
 def of_engine(name: str, index: int) -> str:
@@ -136,6 +138,22 @@ class Processes:
         url = urlsplit(self.otlp_endpoint)
         if self.otlp_endpoint and not (url.scheme in ("http", "https") and url.hostname):
             raise ConfigError(f"OTEL_EXPORTER_OTLP_ENDPOINT is {self.otlp_endpoint!r}, it must be an http(s) URL")
+        _ = self.otlp_header_fields
+
+    @property
+    def otlp_header_fields(self) -> dict[str, str]:
+        """Return the headers that are sent with traces, by name. Raise ConfigError, which does not show the values,
+        because they may be secret.
+        """
+        fields: dict[str, str] = {}
+        pairs = [pair for pair in self.otlp_headers.split(",") if pair.strip()]
+        for number, pair in enumerate(pairs, 1):
+            name, separator, value = (unquote(part.strip()) for part in pair.partition("="))
+            if not (separator and HEADER_NAME.fullmatch(name) and HEADER_VALUE.fullmatch(value)):
+                text = f"OTEL_EXPORTER_OTLP_HEADERS: item {number} must be name=value, as an HTTP header may have them"
+                raise ConfigError(f"{text}; a comma in a value is written %2C")
+            fields[name] = value
+        return fields
 
     def check_socket_paths(self) -> None:
         run_path = self.run_path

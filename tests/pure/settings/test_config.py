@@ -149,6 +149,10 @@ def test_an_old_name_still_works(old, field):
         ({"CORS_ALLOW_ORIGIN": "a,b"}, "CORS_ALLOW_ORIGIN is 'a,b', it must be one origin such as https://"),
         ({"CORS_ALLOW_ORIGIN": "http://a, http://b"}, "CORS_ALLOW_ORIGIN is 'http://a, http://b', it must be one"),
         ({"CORS_ALLOW_ORIGIN": "http://a/"}, "CORS_ALLOW_ORIGIN is 'http://a/', it must be one"),  # no browser's
+        *(
+            ({"OTEL_EXPORTER_OTLP_HEADERS": f"x-tenant=1,{item}"}, "OTEL_EXPORTER_OTLP_HEADERS: item 2 must be name=")
+            for item in ("secret", "=secret", "a b=secret", "a=secret%0A", "a=s\u00e9cret")
+        ),
         ({"HTTP_PORT": "x"}, "HTTP_PORT is 'x', it must be a whole number"),  # the name that was used
         ({"METRICS_HTTP_PORT": "70000"}, "METRICS_HTTP_PORT is 70000, it must be at least 1 and at most 65535"),
         ({"SERVICE_HTTP_PORT": "0"}, "SERVICE_HTTP_PORT is 0, it must be a port from 1 to 65535, or -1 for none"),
