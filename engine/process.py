@@ -43,7 +43,7 @@ def main() -> NoReturn:
     server.on_first_tokens = lambda: note_progress(progress_file)
     server.set_starting(LOADING)
     loop, bounds = make_loop(config, server.set_starting)
-    if config.splitwise_role != MIXED:
+    if config.splitwise_role != MIXED or config.replica_cache_port:
         from engine.transfer.start import start_transfer
 
         start_transfer(loop, config, server.waker(), server.on_first_tokens)

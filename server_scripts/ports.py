@@ -24,6 +24,8 @@ def ports_of(config: Config) -> dict[str, tuple[str, int]]:
     }
     if config.splitwise_role == PREFILL:
         ports["ENGINE_WORKER_QUEUE_PORT"] = (host, config.engine_worker_queue_port)
+    if config.replica_cache_port > 0:
+        ports["REPLICA_CACHE_PORT"] = (host, config.replica_cache_port)
     if config.mp_nnode > 1:
         ports["INTER_NODE_PORT"] = (config.machines.ips[config.machines.host], config.inter_node_port)
     if config.service_http_port > 0:

@@ -72,7 +72,8 @@ def all_specs(config: Config, graph_dir: Path, served_name: str, run_dir: RunDir
 
 def with_peer_token(config: Config, environ: dict[str, str]) -> dict[str, str]:
     """Return the environment of a process that talks to other instances, but must not know the keys."""
-    return environ if config.splitwise_role == MIXED else {**environ, "PEER_TOKEN": replica_token(config.owners)}
+    is_alone = config.splitwise_role == MIXED and not config.replica_cache_port
+    return environ if is_alone else {**environ, "PEER_TOKEN": replica_token(config.owners)}
 
 
 def engine_spec(config: Config, environ: dict[str, str], index: int) -> ChildSpec:

@@ -22,6 +22,7 @@ from engine.errors import RequestError, queue_full
 from engine.settings.config import Config
 
 WAIT_S = 0.005  # to wait for grammars, blocks or images while no step can be computed; then new requests are read
+MEASURED_TOKENS, TOKEN_S_WEIGHT = 64, 0.2  # of a step that counts for `EngineLoop.token_s`, and its weight there
 STEP_MARGIN = 3.0  # a step of n tokens takes at most this times as long as n steps of one token
 
 
@@ -78,12 +79,13 @@ class EngineLoop:
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
         self._grammars = grammars
         self._compiling = CompilationQueue()
-        self.remote: RemotePrefill | None = None  # of a decode instance
-        self.jobs: PrefillJobs | None = None  # of a prefill instance
+        self.remote: RemotePrefill | None = None  # of a decode instance or a replica
+        self.jobs: PrefillJobs | None = None  # of a prefill instance or a replica
         self.fingerprint = 0  # of the executor, see `engine.executors.fingerprint`
         self._steps: deque[tuple[Step, int]] = deque()  # launched steps and their numbers of tokens
         self._running = (0, 0.0)  # tokens and start (time.monotonic) of the running step, or of the last one
         self._slowest_token_s = 0.0  # seconds a token of the slowest step so far
+        self.token_s = 0.0  # seconds of a token in recent steps with prompts; 0: unknown
         self._num_steps = self._num_generated_tokens = self._num_dropped = self._num_wasted_tokens = 0
         self._step_time_s = 0.0
 
@@ -254,6 +256,9 @@ class EngineLoop:
             self._running = self._steps[0][1], now
         self._step_time_s += duration_s
         self._slowest_token_s = max(self._slowest_token_s, duration_s / num_tokens)
+        if num_tokens >= MEASURED_TOKENS:
+            token_s = duration_s / num_tokens
+            self.token_s += (token_s - self.token_s) * (TOKEN_S_WEIGHT if self.token_s else 1.0)
         self._num_steps += 1
         updates = self._beams.advance(self.scheduler.apply(output))
         if self.jobs:

@@ -1,5 +1,5 @@
-"""Prefill side of disaggregation: computes prompts for decode instances and leases them the finished blocks.
-Independent of the network."""
+"""Prefill side of disaggregation: computes prompts for decode instances and leases them the finished blocks. Other
+replicas are leased the blocks that are cached. Independent of the network."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.core.cache_groups import FULL_ATTENTION
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request, Sampling
 from engine.core.updates import FAILED, Update
@@ -31,7 +32,7 @@ class PrefillJob:
     """Prompt that a decode instance needs the blocks of. The job holds every block that is ready, until it ends."""
 
     name: str  # unique to this process
-    request: Request
+    request: Request | None  # None: nothing is computed, and `ready` is called once for the blocks that are cached
     keys: Sequence[bytes]  # of the blocks that are needed
     answerer: Answerer
     block_ids: dict[int, int] = field(default_factory=dict)  # index of the key -> leased block
@@ -99,7 +100,8 @@ class PrefillJobs:
     def take(self, updates: list[Update]) -> list[Update]:
         """Lease the blocks that can be found after a step and return the updates of all other requests."""
         for each in self._jobs.values():
-            self._lease(each)
+            if each.request:
+                self._lease(each)
         self._announce()
         others: list[Update] = []
         for update in updates:
@@ -117,7 +119,7 @@ class PrefillJobs:
     def _begin(self, job: PrefillJob) -> None:
         self._jobs[job.name] = job
         self._lease(job)
-        if len(job.block_ids) == len(job.keys):
+        if job.request is None or len(job.block_ids) == len(job.keys):
             job.is_computed = True
             return
         try:
@@ -137,7 +139,10 @@ class PrefillJobs:
     def _lease(self, job: PrefillJob) -> None:
         pool = self._scheduler.pool
         found = [index for index, key in enumerate(job.keys) if index not in job.block_ids and pool.is_on_device(key)]
-        if found:
+        if job.request is None and len(found) < len(job.keys):  # only the beginning of the prompt is of use, and only
+            is_paged = self._scheduler.limits.cache_groups == FULL_ATTENTION  # without windows and states
+            found = found[: next((i for i, j in enumerate(found) if i != j), len(found))] if is_paged else []
+        if found or job.request is None:
             job.block_ids |= zip(found, pool.take(0, [job.keys[index] for index in found]), strict=True)
             self._found.append((self._scheduler.num_launched, job, found))
 

@@ -11,6 +11,7 @@ into a captured decode step, so that the other answers do not wait for it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -34,12 +35,17 @@ class Pull:
     block_ids: Sequence[int]  # reserved for them
     found_ids: Sequence[int]  # blocks of the prefix that were cached before, which are held meanwhile
     num_cached: int  # leading tokens that were cached before
+    began_at: float = math.inf  # when the source was asked to begin; before that, no time passes
     progress_at: float = field(default_factory=time.monotonic)
     lock: Lock = field(default_factory=Lock)
     is_open: bool = True
     arrived: deque[int] = field(default_factory=deque)
     published: list[int] = field(default_factory=list)  # what was taken from `arrived`
     has_ended: bool = False  # no more blocks will arrive
+    # Of a replica, which sends what it has cached: number of blocks that it has found, times of question and last block
+    num_found: int | None = None
+    asked_at: float = 0.0
+    arrived_at: float = 0.0
 
     @property
     def num_held(self) -> int:
@@ -87,6 +93,9 @@ class RemotePrefill:
     `min_tokens`: prompts with fewer tokens to compute are computed here.
     """
 
+    _finds_tail = True  # the last block is pulled, although it is not full
+    _waits_for_room = True  # otherwise a request is computed here if no blocks can be reserved for it now
+
     def __init__(self, scheduler: Scheduler, source: BlockSource, min_tokens: int):
         self._scheduler, self._source, self._min_tokens = scheduler, source, min_tokens
         self._pulls: dict[Request, Pull] = {}
@@ -110,9 +119,10 @@ class RemotePrefill:
     def consider(self, request: Request) -> None:
         """Let a request that was just added to the scheduler await blocks, unless it has to be computed here: its
         prompt is short, it depends on more than token ids, or no instance is connected."""
-        needs_more = request.spans or request.sampling.adapter or request.wants_token_outputs
-        if len(request.token_ids) >= self._min_tokens and not needs_more and self._source.is_ready:
-            request.awaits_blocks = request.finds_tail = True
+        wants_outputs = request.wants_token_outputs and not request.prompt_outputs_sent
+        needs_more = request.spans or request.sampling.adapter or wants_outputs
+        if len(request.token_ids) >= self._min_tokens and not needs_more and self._has_source(request):
+            request.awaits_blocks, request.finds_tail = True, self._finds_tail
             self._waits_since[request] = time.monotonic()
 
     def poll(self) -> None:
@@ -130,7 +140,7 @@ class RemotePrefill:
         while self._reserved and self._reserved[0][0] <= self._scheduler.num_applied:
             _, pull = self._reserved.popleft()
             if pull.is_open:
-                pull.has_ended = not self._source.begin(pull)
+                pull.began_at, pull.has_ended = now, not self._source.begin(pull)
         self._release_if_needed()
 
     def wait(self, timeout_s: float) -> None:
@@ -139,20 +149,23 @@ class RemotePrefill:
 
     def _reserve(self, request: Request, now: float) -> bool:
         """Reserve blocks for a request, or let it be computed here. Return False if it has to wait."""
-        if not self._waits(request) or not self._source.is_ready or now - self._waits_since[request] > STALL_S:
+        if not self._waits(request) or not self._has_source(request) or now - self._waits_since[request] > STALL_S:
             self._admit(request)
             return True
         pool = self._scheduler.pool
         keys, num_cached = self._scheduler.longest_prefix(request)
         missing, found = [key for key in keys if key not in pool], [key for key in keys if pool.is_on_device(key)]
-        if not missing or len(request.token_ids) - num_cached < self._min_tokens:
+        num_tokens = len(request.token_ids) - num_cached
+        if not missing or num_tokens < self._min_tokens or not self._is_faster(request, num_tokens, len(missing)):
             self._admit(request)
             return True
         held = self._take(request, len(missing), found)
         if held is None:
-            if not (self._scheduler.running or self._pulls or self._pulled):  # it will never be possible
-                self._admit(request)
-            return False
+            is_possible = self._scheduler.running or self._pulls or self._pulled
+            if is_possible and self._waits_for_room:
+                return False
+            self._admit(request)
+            return True
         pull = Pull(request, missing, held[len(found) :], held[: len(found)], num_cached)
         del self._waits_since[request]
         self._pulls[request] = pull
@@ -197,16 +210,16 @@ class RemotePrefill:
             self._publish(pull, pull.published[-1:])
             pull.progress_at = now
             self.counters.num_pulled_blocks += 1
-        if not has_ended and self._waits(pull.request) and now - pull.progress_at <= STALL_S:
+        if not has_ended and self._waits(pull.request) and not self._is_stalled(pull, now):
             return
         with pull.lock:
             pull.is_open = False
         self._source.end(pull)
         self._publish(pull, pull.published)  # again: another block that had the same key may have been evicted
         keys, num_cached = self._scheduler.longest_prefix(pull.request)
-        pull.request.num_pulled = max(0, num_cached - pull.num_cached)
         has_all, is_wanted = all(key in pool for key in keys), self._waits(pull.request)
-        self.counters.num_remote_prefill_failures += is_wanted and not has_all
+        self._note_end(pull, max(0, num_cached - pull.num_cached))
+        self.counters.num_remote_prefill_failures += is_wanted and not has_all and len(pull.published) != pull.num_found
         self._admit(pull.request)
         self._pulled[pull.request] = pull
         if not has_all or not is_wanted:
@@ -220,6 +233,22 @@ class RemotePrefill:
     def _publish(self, pull: Pull, indices: Sequence[int]) -> None:
         for index in indices:
             self._scheduler.pool.publish(pull.block_ids[index], pull.keys[index])
+
+    def _has_source(self, request: Request) -> bool:
+        """Return whether an instance can be asked for the blocks of a request."""
+        return self._source.is_ready
+
+    def _is_faster(self, request: Request, num_tokens: int, num_blocks: int) -> bool:
+        """Return whether it is better to pull `num_blocks` blocks than to compute these tokens here."""
+        return True
+
+    def _is_stalled(self, pull: Pull, now: float) -> bool:
+        """Return whether an open pull is given up."""
+        return now - pull.progress_at > STALL_S
+
+    def _note_end(self, pull: Pull, num_tokens: int) -> None:
+        """Note that a pull has ended, after which the prefix cache has `num_tokens` more tokens of its prompt."""
+        pull.request.num_pulled = num_tokens
 
     def _waits(self, request: Request) -> bool:
         """Return whether the request is still wanted."""

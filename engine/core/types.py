@@ -142,7 +142,8 @@ class Request:
     has_shared_tail: bool = False  # its last block may be shared and is copied before it is written
     room: int = 0  # positions below this one may be written
     num_cached: int = 0  # tokens found in the prefix cache at the last admission
-    awaits_blocks: bool = False  # from a prefill instance; it is not admitted meanwhile
+    cached_at: str = ""  # host:port of another replica that has cached a part of its tokens
+    awaits_blocks: bool = False  # from another instance; it is not admitted meanwhile
     num_pulled: int = 0  # tokens whose blocks a prefill instance has computed for it
     num_passed: int = 0  # later requests that were admitted before it
     images_from: int = -1  # position from which on the embeddings of images are missing; -1: it waits for none

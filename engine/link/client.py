@@ -72,19 +72,21 @@ class EngineClient:
 
     # Called from any thread
 
-    def submit(
+    def submit(  # noqa: PLR0913 - the parts of a submission
         self,
         prompt_ids: Sequence[int],
         answers: Sequence[Submission],
         salt: str = "",
         queue_position: tuple[str, int] = ("", 0),
         spans: Sequence[PromptSpan] = (),
+        cached_at: str = "",
     ) -> None:
-        """Submit one or more answers to a prompt, which is computed once. `queue_position` is (owner, priority). Raises
-        EngineUnavailable if the engine has been given up or the client is closed."""
+        """Submit one or more answers to a prompt, which is computed once. `queue_position` is (owner, priority),
+        `cached_at` the address of a replica that has cached a part of it. Raises EngineUnavailable if the engine has
+        been given up or the client is closed."""
         if reason := self.failure():
             raise EngineUnavailable(reason)
-        self.submit_entry(JournalEntry.of(prompt_ids, answers, salt, queue_position, spans))
+        self.submit_entry(JournalEntry.of(prompt_ids, answers, salt, queue_position, spans, cached_at))
 
     def submit_entry(self, entry: JournalEntry) -> None:
         """Submit an entry with what its answers have so far. Raises EngineUnavailable if the client is closed."""
@@ -250,7 +252,7 @@ class EngineClient:
         entry.submitted = True
         answers = [(each.request_id, messages.pack_sampling(each.sampling), each.token_ids) for each in submissions]
         spans = messages.pack_spans(entry.spans)
-        fields = (entry.prompt_ids, answers, entry.replay, entry.salt, entry.queue_position, spans)
+        fields = (entry.prompt_ids, answers, entry.replay, entry.salt, entry.queue_position, spans, entry.cached_at)
         try:
             self._send(messages.SUBMIT, self._epoch, *fields)
         except Exception as error:  # it cannot be packed, which is a bug and must not affect other requests

@@ -42,17 +42,18 @@ class EngineSet:
             self.engines: Sequence[EngineClient] = [connect(self._on_lost) for connect in connects]
             self._known = {engine: KnownPrefixes() for engine in self.engines}
 
-    def submit(
+    def submit(  # noqa: PLR0913 - the parts of a submission
         self,
         prompt_ids: Sequence[int],
         answers: Sequence[Submission],
         salt: str = "",
         queue_position: tuple[str, int] = ("", 0),
         spans: Sequence[PromptSpan] = (),
+        cached_at: str = "",
     ) -> None:
         """Submit one or more answers to a prompt to one of the engines. Raises EngineUnavailable if all engines have
         been given up or the set is closed."""
-        entry = JournalEntry.of(prompt_ids, answers, salt, queue_position, spans)
+        entry = JournalEntry.of(prompt_ids, answers, salt, queue_position, spans, cached_at)
         keys = prefix_keys(entry)
         with self._lock:
             engines = [engine for engine in self.engines if engine.is_up]

@@ -49,23 +49,25 @@ class JournalEntry:
     salt: str = ""  # of the prefix cache
     queue_position: tuple[str, int] = ("", 0)  # (owner, priority), which order the waiting requests
     spans: Sequence[PromptSpan] = ()
+    cached_at: str = ""  # see Request
     submitted: bool = False  # to the current engine process
     replay: bool = False
     num_uncached: int = 0  # tokens of the prompt that are to be computed, until the first token of an answer
     has_moved: bool = False  # from a lost engine to another one
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 - the parts of a submission
         cls,
         prompt_ids: Sequence[int],
         submissions: Sequence[Submission],
         salt: str,
         queue_position: tuple[str, int],
         spans: Sequence[PromptSpan] = (),
+        cached_at: str = "",
     ) -> JournalEntry:
         """Return the entry of a new request."""
         answers = {submission.request_id: submission for submission in submissions}
-        return cls(submissions[0].request_id, tuple(prompt_ids), answers, salt, queue_position, spans)
+        return cls(submissions[0].request_id, tuple(prompt_ids), answers, salt, queue_position, spans, cached_at)
 
     @property
     def has_grammar(self) -> bool:

@@ -20,11 +20,12 @@ from engine.core.types import Logprobs, PromptOutputs, Request, Sampling
 from engine.errors import RequestError, error_of
 from engine.sampling_parameters import MAX_INT, PARAMETERS
 from engine.settings.config import Config
+from engine.settings.replicas import ADDRESS
 from engine.wire.checks import MAX_LOGPROBS, MAX_N, POOLINGS
 
 PING = "ping"  # client -> engine: []                                       expects a pong; also "I am alive"
 # client -> engine: [epoch, prompt ids, [[request_id, sampling, answer so far], ...], replay, salt, [owner, priority],
-#                    [[start, length, content hash, grid, pixels], ...]]  of each image
+#                    [[start, length, content hash, grid, pixels], ...] of each image, cached_at of Request]
 SUBMIT = "submit"
 CANCEL = "cancel"  # client -> engine: [epoch, request_id, whether its answer is complete]
 EXPIRE = "expire"  # client -> engine: [epoch, request_id, error kind, text, cause]  refused with this if it still waits
@@ -89,17 +90,19 @@ def unpack(message: bytes) -> tuple[str, Sequence[Any]]:
 
 def unpack_submission(fields: Sequence[Any], bounds: ModelBounds) -> tuple[list[Request], bool]:
     """Return one request per answer, and whether the submission is a replay. Raises ValueError."""
-    _, prompt_ids, answers, replay, salt, queue_position, packed_spans = fields  # a ValueError, too
+    _, prompt_ids, answers, replay, salt, queue_position, packed_spans, cached_at = fields  # a ValueError, too
     _check(_are_ids(prompt_ids, bounds) and len(prompt_ids) > 0, "prompt")
     _check(isinstance(answers, tuple) and 0 < len(answers) <= MAX_N, "number of answers")
     _check(isinstance(replay, bool), "replay")
     _check(isinstance(salt, str), "salt")
     _check(isinstance(queue_position, tuple) and tuple(map(type, queue_position)) == (str, int), "queue_position")
+    _check(isinstance(cached_at, str) and (not cached_at or bool(ADDRESS.fullmatch(cached_at))), "cached_at")
     owner, priority = queue_position
     spans = _unpack_spans(packed_spans, len(prompt_ids))
     requests = [_unpack_answer(answer, prompt_ids, bounds) for answer in answers]
     for request in requests:
         request.salt, request.owner, request.priority, request.spans = salt, owner, priority, spans
+        request.cached_at = cached_at
     _check(len({request.request_id for request in requests}) == len(requests), "ids: one twice")
     return requests, replay
 

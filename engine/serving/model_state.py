@@ -44,4 +44,6 @@ def model_state(service: Service, processor: InputProcessor, max_running: int, w
         fingerprint=int(stats.get("fingerprint", 0)),
         usage=service.rate_limiter.report(),
         num_prefill_instances=int(stats.get("num_prefill_instances", 0)),
+        cache_port=service.cache_port,
+        is_stopping=service.is_stopping,
     )

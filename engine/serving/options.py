@@ -28,6 +28,7 @@ class ServiceOptions:
     max_stored_tokens: int = 1 << 20  # of all stored responses with their prompts
     why_not_served: str = ""  # reason with which a machine that only runs ranks refuses requests
     stopping_file: Path | None = None  # the supervisor writes here from when requests are refused
+    cache_port: int = 0  # see `ModelState`
     drain_s: float = 30.0  # seconds from then on until open requests are ended
     tracer: Tracer | None = None  # receives the spans of requests
     vllm_model_name: Callable[[], str] = str  # label `model_name` of metrics with vLLM's names; empty: no such metrics
@@ -49,6 +50,7 @@ class ServiceOptions:
             max_stored_tokens=config.max_stored_response_tokens,
             why_not_served=config.machines.why_not_served,
             stopping_file=config.run_path / STOPPING_FILE,
+            cache_port=config.replica_cache_port,
             drain_s=config.drain_timeout_s,
             tracer=Tracer.of(config, "model"),
             vllm_model_name=partial(served.name, config.served_model_name) if config.vllm_metrics else str,

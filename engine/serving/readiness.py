@@ -56,6 +56,11 @@ class Readiness:
         return ""
 
     @property
+    def is_stopping(self) -> bool:
+        """Return whether a shutdown of the server has been announced. That of a model that is reloaded has an end."""
+        return self._end is not None and self._end.end_at is None
+
+    @property
     def stopping(self) -> EngineUnavailable:
         """Return the error of requests that the shutdown refuses or ends."""
         return EngineUnavailable(self._end.why if self._end else Stopping.why)

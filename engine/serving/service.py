@@ -56,7 +56,7 @@ class Service:
     def __init__(self, processor: InputProcessor, client: Engines, options: ServiceOptions):
         self.client = client
         self.latency = LatencyStats()
-        self.vllm_model_name = options.vllm_model_name
+        self.vllm_model_name, self.cache_port = options.vllm_model_name, options.cache_port
         self._tracer = options.tracer
         self._processor = processor
         self._options = options
@@ -86,6 +86,11 @@ class Service:
     def num_open(self) -> int:
         """Number of open requests."""
         return len(self._replies)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Return whether a shutdown has been announced, other than that of a reload."""
+        return self._readiness.is_stopping
 
     def submit(self, payload: bytes, sender: Sender) -> None:
         """Queue a request and return at once. `sender` gets exactly one final response in any case."""
@@ -274,7 +279,7 @@ class Service:
             reply.begin()
             if submissions:
                 prompt, position = reply.prompt, (owner.name, priority)
-                self.client.submit(prompt.token_ids, submissions, prompt.salt, position, prompt.spans)
+                self.client.submit(prompt.token_ids, submissions, prompt.salt, position, prompt.spans, owner.cached_at)
             reply.drop_images()  # the client has those that the engine needs
         except Exception as error:
             reply.ended(as_request_error(error))

@@ -63,7 +63,8 @@ class Disaggregation:
     remote_prefill_min_tokens: int = setting(
         512,
         "REMOTE_PREFILL_MIN_TOKENS",
-        "a decode instance computes prompts by itself of which fewer tokens are not in its prefix cache",
+        "a decode instance, or a replica with REPLICA_CACHE_PORT, computes prompts by itself of which fewer tokens are"
+        " not in its prefix cache",
         minimum=1,
     )
     peer_token: str = setting(
@@ -89,8 +90,18 @@ class Disaggregation:
             raise ConfigError(f"{name} is for SPLITWISE_ROLE=decode, SPLITWISE_ROLE is {role}")
         if role == SCHEDULER and not getattr(self, "replicas", ""):
             raise ConfigError("SPLITWISE_ROLE is scheduler, it needs REPLICAS, the decode instances")
-        if role not in (PREFILL, DECODE):
-            return
+        if role in (PREFILL, DECODE):
+            self._check_transfer(f"SPLITWISE_ROLE={role}")
+        if port := getattr(self, "replica_cache_port", 0):
+            if role != MIXED or self.kv_transfer == NIXL:
+                raise ConfigError(
+                    f"REPLICA_CACHE_PORT is {port}, it is for SPLITWISE_ROLE=mixed without KV_TRANSFER=nixl; they are"
+                    f" {role} and {self.kv_transfer}"
+                )
+            self._check_transfer(f"REPLICA_CACHE_PORT={port}")
+
+    def _check_transfer(self, where: str) -> None:
+        """Raise ConfigError if a setting has a value with which blocks cannot be transferred."""
         for name, needed, why in (
             ("MP_NNODE", 1, "an instance is one machine"),
             ("DATA_PARALLEL_SIZE", 1, "start more instances"),
@@ -99,7 +110,7 @@ class Disaggregation:
         ):
             value = getattr(self, name.lower(), needed)
             if value != needed:
-                raise ConfigError(f"{name} is {value:g}, it must be {needed:g} with SPLITWISE_ROLE={role}: {why}")
+                raise ConfigError(f"{name} is {value:g}, it must be {needed:g} with {where}: {why}")
         if self.kv_transfer == NIXL and getattr(self, "tls_cert_file", None):
             raise ConfigError(
                 "KV_TRANSFER is nixl, which does not encrypt blocks, and TLS_CERT_FILE is set; set only one"

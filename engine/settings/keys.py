@@ -29,6 +29,7 @@ class Owner:
     # What the owner uses at other replicas: open requests, and tokens as `OwnerUsage.num_recent_tokens` counts them
     num_open_elsewhere: int = 0
     num_tokens_elsewhere: float = 0.0
+    cached_at: str = ""  # host:port of the replica that has cached the beginning of this request's prompt
 
     @property
     def is_unlimited(self) -> bool:
@@ -57,7 +58,8 @@ def read_keys(path: str) -> dict[str, Owner]:
             raise ConfigError(f"API_KEYS: the key of {name} must be a text of visible ASCII without blanks")
         if key in owners:
             raise ConfigError(f"API_KEYS: the key of {name} is that of {owners[key].name}, too")
-        owners[key] = Owner(name, **{limit: _limit(name, limit, value) for limit, value in fields.items()})
+        limits: dict[str, Any] = {limit: _limit(name, limit, value) for limit, value in fields.items()}
+        owners[key] = Owner(name, **limits)
     return owners
 
 

@@ -1,4 +1,5 @@
-"""Decode side of the transfer: asks prefill instances for prompts and writes the blocks that they have finished."""
+"""Decode side of the transfer: asks prefill instances for prompts and writes the blocks that they have finished, or
+asks other replicas for what they have cached."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from engine.address import in_url
 from engine.core.remote_prefill import Pull
 from engine.executors.rank_blocks import STAGED, DeviceBlocks, FetchedBlocks, SharedCaches
 from engine.settings.disaggregation import CUDA_IPC, NIXL, TCP
+from engine.settings.replicas import addresses_of
 from engine.transfer import messages
 from engine.transfer.layout import BlockLayout
 from engine.transfer.staging import Staging
@@ -44,6 +46,9 @@ class PulledBlocks:
 
 class PrefillClient:
     """Connections to prefill instances, in a thread of their own (see `BlockSource`)."""
+
+    kind = "prefill instance"  # in the log
+    only_finds = False  # ask for cached blocks only, and connect when they are needed
 
     def __init__(
         self,
@@ -97,7 +102,7 @@ class PrefillClient:
         while time.monotonic() < deadline and not all(each.has_answered for each in self.instances):
             time.sleep(0.01)
         refused = [each for each in self.instances if each.refusal]
-        return [f"the prefill instance {each.name} cannot be used: {each.refusal}" for each in refused]
+        return [f"the {each.name} cannot be used: {each.refusal}" for each in refused]
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -106,45 +111,81 @@ class PrefillClient:
         self._loop.run_forever()
 
 
+class ReplicaClient(PrefillClient):
+    """Connections to other replicas, which are opened when a request names one. They send what they have cached."""
+
+    kind, only_finds = "replica", True
+
+    def __init__(
+        self, pulled: PulledBlocks, token: str, tls: Callable[[str], ssl.SSLContext | None] = lambda host: None
+    ):
+        super().__init__((), pulled, token, tls)
+        self._by_address: dict[str, _Instance] = {}
+
+    def begin(self, pull: Pull) -> bool:
+        address = pull.request.cached_at
+        if address not in self._by_address:
+            [host_and_port] = addresses_of("cached_at", address, "the REPLICA_CACHE_PORT")
+            self._by_address[address] = _Instance(self, host_and_port, len(self._by_address))
+        instance = self._instance_of[pull] = self._by_address[address]
+        self._loop.call_soon_threadsafe(instance.begin, pull)
+        return True
+
+
 class _Instance:
     """One prefill instance. All but the attributes are used in the thread of the transfer only."""
 
     def __init__(self, client: PrefillClient, address: tuple[str, int], index: int):
-        self.name = f"{in_url(address[0])}:{address[1]}"
+        self.name = f"{client.kind} {in_url(address[0])}:{address[1]}"
         self.is_connected = self.has_answered = False
         self.refusal = ""
         self.task: asyncio.Task[None] | None = None
         self._client, self._address, self._index = client, address, index
         self._numbers = itertools.count()
         self._pulls: dict[int, Pull] = {}
+        self._queued: list[Pull] = []  # until it is connected
         self._num_missing: dict[int, int] = {}  # blocks by the number of the pull
         self._epoch = b""
         self._is_shared = False  # its caches are open here
         self._layout: BlockLayout | None = None  # of its blocks
         self._writer: asyncio.StreamWriter | None = None
+        self._problem = ""  # that was logged last
         self._fetches: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Stay connected, until cancelled."""
-        reason = ""
         while True:
-            try:
-                await self._connect_and_read()
-            except Exception as error:  # whatever it is, prompts are computed here until the next attempt
-                problem = _text(error)
-                if problem != reason:
-                    then = "" if self.refusal else "; prompts are computed here"
-                    log.warning("prefill instance %s: %s%s", self.name, problem, then)
-                reason = problem
-            self._lose()
+            await self._run_once()
             await asyncio.sleep(RETRY_S)
 
+    async def _run_once(self) -> None:
+        try:
+            await self._connect_and_read()
+        except Exception as error:  # whatever it is, prompts are computed here until the next attempt
+            problem = _text(error)
+            if problem != self._problem:
+                then = "" if self.refusal else "; prompts are computed here"
+                log.warning("%s: %s%s", self.name, problem, then)
+            self._problem = problem
+        self._lose()
+
     def begin(self, pull: Pull) -> None:
-        if not self._writer or not self.is_connected:
+        if self.is_connected:
+            self._ask(pull)
+        elif self._client.only_finds:
+            self._queued.append(pull)
+            if self.task is None or self.task.done():
+                self.task = asyncio.create_task(self._run_once())
+        else:
             self._finish(pull)
-            return
+
+    def _ask(self, pull: Pull) -> None:
         number, request = next(self._numbers), pull.request
         self._pulls[number], self._num_missing[number] = pull, len(pull.keys)
+        pull.asked_at = time.monotonic()
+        if self._client.only_finds:
+            self._send(messages.FIND, number, pull.keys)
+            return
         position = (request.owner, request.priority)
         token_ids = request.token_ids[: request.max_cached_tokens]
         stop_ids = request.sampling.stop_token_ids
@@ -178,9 +219,10 @@ class _Instance:
         if kind != messages.WELCOME or self.refusal:
             raise messages.TransferRefused(self.refusal or NO_PREFILL_INSTANCE)
         self.is_connected = True
-        log.info(
-            "prefill instance %s is connected, KV_TRANSFER=%s", self.name, pulled.transfer if self._is_shared else TCP
-        )
+        log.info("%s is connected, KV_TRANSFER=%s", self.name, pulled.transfer if self._is_shared else TCP)
+        for pull in [each for each in self._queued if each.is_open]:
+            self._ask(pull)
+        self._queued.clear()
         beats = asyncio.create_task(self._beat())
         memory = memoryview(bytearray(self._block_bytes))
         try:
@@ -196,7 +238,7 @@ class _Instance:
         if (ours is None) != (layout is None):
             return "its blocks have another layout"
         if ours and self._layout and ours.num_ranks != self._layout.num_ranks:
-            log.info("prefill instance %s has %d ranks, here are %d", self.name, self._layout.num_ranks, ours.num_ranks)
+            log.info("%s has %d ranks, here are %d", self.name, self._layout.num_ranks, ours.num_ranks)
         return ours.difference(self._layout) if ours and self._layout else ""
 
     @property
@@ -221,7 +263,7 @@ class _Instance:
             reason = f"its caches cannot be opened: {error}"
         if pulled.needs_device:
             return f"KV_TRANSFER is {pulled.transfer}, but {reason}"
-        log.info("prefill instance %s: blocks come over TCP, %s", self.name, reason)
+        log.info("%s: blocks come over TCP, %s", self.name, reason)
         return ""
 
     async def _beat(self) -> None:
@@ -237,13 +279,15 @@ class _Instance:
             return
         if kind == messages.READY:
             self._request(number, *rest)
+        elif kind == messages.FOUND:
+            self._find(number, *rest)
         elif kind == messages.LOCATED:
             self._locate(number, *rest)
         elif kind == messages.BLOCK:
             index, digest = rest
             self._write(number, index, digest, content)
         elif kind == messages.FAILED:
-            log.warning("prefill instance %s: %s", self.name, rest[0])
+            log.warning("%s: %s", self.name, rest[0])
             self._finish(self._pulls[number])
 
     def _write(self, number: int, index: int, digest: int, content: memoryview) -> None:
@@ -258,6 +302,14 @@ class _Instance:
                 return
             pulled.write_block(pull.block_ids[index], own)
         self._arrive(number, [index])
+
+    def _find(self, number: int, indices: Sequence[int]) -> None:
+        pull = self._pulls[number]
+        pull.num_found = self._num_missing[number] = len(indices)
+        if indices:
+            self._request(number, indices)
+        else:
+            self._finish(pull)
 
     def _request(self, number: int, indices: Sequence[int]) -> None:
         if not self._is_shared:
@@ -287,10 +339,10 @@ class _Instance:
                     self._copy(number, STAGED, staged)
                 return
         except TimeoutError:
-            log.info("prefill instance %s: the staging area is full; blocks come over TCP", self.name)
+            log.info("%s: the staging area is full; blocks come over TCP", self.name)
         except OSError as error:
             if self._is_shared and number in self._pulls:  # otherwise it may have been connected again meanwhile
-                log.warning("prefill instance %s: blocks come over TCP from now on: %s", self.name, error)
+                log.warning("%s: blocks come over TCP from now on: %s", self.name, error)
                 self._close()
         if number in self._pulls:
             self._send(messages.PULL, number, [index for index, _, _ in places])
@@ -311,12 +363,13 @@ class _Instance:
         self._arrive(number, [index for index, _, _ in places])
 
     def _refuse_block(self, pull: Pull) -> None:
-        log.warning("prefill instance %s: a block has a wrong checksum", self.name)
+        log.warning("%s: a block has a wrong checksum", self.name)
         self._finish(pull)
 
     def _arrive(self, number: int, indices: Sequence[int]) -> None:
         """Let the engine publish blocks that were written."""
         pull = self._pulls[number]
+        pull.arrived_at = time.monotonic()
         pull.arrived += indices
         self._num_missing[number] -= len(indices)
         if not self._num_missing[number]:
@@ -344,9 +397,10 @@ class _Instance:
         if self._writer:
             self._writer.transport.abort()
             self._writer = None
-        for pull in self._pulls.values():
+        for pull in (*self._pulls.values(), *self._queued):
             self._finish(pull)
         self._pulls.clear()
+        self._queued.clear()
         self._num_missing.clear()
 
 

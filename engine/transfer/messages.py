@@ -1,4 +1,5 @@
-"""Messages between decode and prefill instances: a msgpack array that starts with its kind, and a content of bytes."""
+"""Messages between decode and prefill instances, or between replicas, of which the one that pulls is called decode
+instance here: a msgpack array that starts with its kind, and a content of bytes."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ from engine.settings.disaggregation import NIXL
 
 T = TypeVar("T")
 
-PROTOCOL = 6  # raised with every change of the messages
+PROTOCOL = 7  # raised with every change of the messages
 HELLO = "hello"  # decode -> prefill: [token, identity, `reach` of its KV_TRANSFER, or "" if it only uses TCP]
 # prefill -> decode: [epoch of the process, shared caches of all ranks if it has the same `reach`, layout]
 WELCOME = "welcome"
 REFUSED = "refused"  # prefill -> decode: [reason]
 # decode -> prefill: [job, all token ids but the last, stop token ids, salt, (owner, priority), keys of the blocks]
 COMPUTE = "compute"
+FIND = "find"  # decode -> prefill, between replicas: [job, keys of the blocks]
+FOUND = "found"  # prefill -> decode: [job, indices of keys]  only these blocks are cached and can be pulled
 READY = "ready"  # prefill -> decode: [job, indices of keys]  these blocks can be pulled
 PULL = "pull"  # decode -> prefill: [job, indices of keys]
 BLOCK = "block"  # prefill -> decode: [job, index of the key, checksum], and the block as content

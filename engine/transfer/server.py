@@ -1,4 +1,5 @@
-"""Prefill side of the transfer: takes prompts from decode instances and sends them the blocks that they pull."""
+"""Prefill side of the transfer: takes prompts from decode instances and sends them the blocks that they pull. Other
+replicas pull blocks that are cached."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.prefill_jobs import PrefillJob, PrefillJobs, prefill_request
+from engine.core.types import Request
 from engine.executors.rank_blocks import SharedCaches
 from engine.settings.disaggregation import CUDA_IPC
 from engine.transfer import messages
@@ -41,6 +43,7 @@ class ServedBlocks:
     shared: Sequence[SharedCaches] = ()  # of each rank, if there are `digests`
     layout: BlockLayout | None = None  # only if decode instances may have another number of ranks
     transfer: str = CUDA_IPC  # by which blocks are `shared`
+    peer: str = "a decode instance"  # in the log
 
 
 class PrefillServer:
@@ -66,9 +69,9 @@ class PrefillServer:
             await self._welcome(reader, writer)
             await _Connection(self, reader, writer).serve()
         except (OSError, EOFError, TimeoutError) as error:
-            log.info("a decode instance has gone: %s", error or "it was silent")
+            log.info("%s has gone: %s", self.served.peer, error or "it was silent")
         except (ValueError, messages.TransferRefused) as error:
-            log.warning("a decode instance was refused: %s", error)
+            log.warning("%s was refused: %s", self.served.peer, error)
         finally:
             writer.transport.abort()
 
@@ -114,7 +117,8 @@ class _Connection:
                 self._served.jobs.end(job)
 
     def ready(self, job: PrefillJob, indices: Sequence[int]) -> None:
-        self._post(messages.READY, self._number_of.get(job.name), indices)
+        kind = messages.READY if job.request else messages.FOUND
+        self._post(kind, self._number_of.get(job.name), indices)
 
     def failed(self, job: PrefillJob, reason: str) -> None:
         self._post(messages.FAILED, self._number_of.get(job.name), reason)
@@ -127,6 +131,9 @@ class _Connection:
             kind, fields, _ = await messages.read(self._reader, messages.LEASE_S)
             if kind == messages.COMPUTE:
                 self._compute(*fields)
+            elif kind == messages.FIND:
+                number, keys = fields
+                self._begin(number, next(self._names), None, keys)
             elif kind == messages.PULL:
                 number, indices = fields
                 for index in indices:
@@ -138,20 +145,24 @@ class _Connection:
                 self._served.jobs.end(job)
 
     def _compute(self, *fields: Any) -> None:
-        """Begin a job. Raises ValueError for values that the engine must not get."""
+        """Begin to compute a prompt. Raises ValueError for values that the engine must not get."""
         number, token_ids, stop_token_ids, salt, queue_position, keys = fields
-        is_known = isinstance(number, int) and number not in self._jobs and len(self._jobs) < MAX_JOBS
         are_ids = 0 < len(token_ids) <= self._served.max_len and set(map(type, token_ids)) == {int}
-        if not (is_known and are_ids and min(token_ids) >= 0 and max(token_ids) < self._served.vocab_size):
+        if not (are_ids and min(token_ids) >= 0 and max(token_ids) < self._served.vocab_size):
             raise ValueError("a message with a wrong prompt")
         if not (isinstance(stop_token_ids, tuple) and set(map(type, stop_token_ids)) <= {int}):
             raise ValueError("a message with wrong stop tokens")
         if not (tuple(map(type, queue_position)) == (str, int) and isinstance(salt, str)):
             raise ValueError("a message with a wrong queue position")
-        if not (keys and set(map(type, keys)) == {bytes} and len(set(keys)) == len(keys)):
-            raise ValueError("a message with wrong keys")
         name = next(self._names)
-        request = prefill_request(name, token_ids, salt, queue_position, stop_token_ids)
+        self._begin(number, name, prefill_request(name, token_ids, salt, queue_position, stop_token_ids), keys)
+
+    def _begin(self, number: Any, name: str, request: Request | None, keys: Any) -> None:
+        """Begin a job. Raises ValueError for values that the engine must not get."""
+        if not (isinstance(number, int) and number not in self._jobs and len(self._jobs) < MAX_JOBS):
+            raise ValueError("a message with a wrong number")
+        if not (isinstance(keys, tuple) and keys and set(map(type, keys)) == {bytes} and len(set(keys)) == len(keys)):
+            raise ValueError("a message with wrong keys")
         job = PrefillJob(name, request, keys, self)
         self._jobs[number], self._number_of[name] = job, number
         self._served.jobs.begin(job)

@@ -1,4 +1,5 @@
-"""Makes the engine loop that of a prefill or decode instance, as SPLITWISE_ROLE says."""
+"""Makes the engine loop that of a prefill or decode instance, as SPLITWISE_ROLE says, or that of a replica which shares
+its cached blocks."""
 
 from __future__ import annotations
 
@@ -7,20 +8,22 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from engine.core.loop import EngineLoop
 from engine.core.prefill_jobs import PrefillJobs
 from engine.core.remote_prefill import RemotePrefill
+from engine.core.shared_prefixes import SharedPrefixes
 from engine.errors import ConfigError
 from engine.executors.rank_blocks import BlockAccess, DeviceBlocks, SharedCaches
 from engine.exporting.files import model_hash_of_any_ranks
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 from engine.settings.device import CPU, with_device
-from engine.settings.disaggregation import AUTO, CUDA_IPC, DECODE, NIXL, PREFILL, TCP
+from engine.settings.disaggregation import AUTO, CUDA_IPC, DECODE, MIXED, NIXL, PREFILL, TCP
 from engine.settings.tls import server_context
-from engine.transfer.client import PrefillClient, PulledBlocks
+from engine.transfer.client import PrefillClient, PulledBlocks, ReplicaClient
 from engine.transfer.layout import BlockLayout
 from engine.transfer.messages import PROTOCOL
 from engine.transfer.server import Digests, PrefillServer, ServedBlocks
@@ -37,42 +40,66 @@ def start_transfer(
     prompt of a decode instance is computed. Raises ConfigError."""
     role, config = config.splitwise_role, with_device(config)
     access: BlockAccess = loop.executor.blocks()  # type: ignore[attr-defined]
-    device = device_of(config, access)
-    model = Manifest.read(config.graph_path)
-    if role == PREFILL:
+    device, model = device_of(config, access), Manifest.read(config.graph_path)
+    layout = BlockLayout.of(model)
+    shared_identity = identity(config, loop.fingerprint if role == MIXED else 0)
+    if role in (PREFILL, MIXED):
         loop.jobs = PrefillJobs(loop.scheduler, wake, on_first_prompt)
         served = ServedBlocks(
             loop.jobs,
             access.read_block,
-            identity(config),
+            shared_identity,
             model.vocab_size,
             model.max_seq_len,
             *shared_by(config, device),
-            BlockLayout.of(model),
+            layout,
             _transfer_of(config),
+            "a replica" if role == MIXED else "a decode instance",
         )
-        address = config.service_host, config.engine_worker_queue_port
-        try:
-            server = PrefillServer(address, served, config.peer_token, server_context(config))
-        except OSError as error:
-            raise ConfigError(f"ENGINE_WORKER_QUEUE_PORT is {address[1]}, which cannot be used: {error}") from None
-        log.info("prompts of decode instances are computed, port %d", server.port)
-    elif role == DECODE:
-        check_hosts(config)
-        transfer, needs_device = _transfer_of(config), config.kv_transfer in (CUDA_IPC, NIXL)
-        layout = BlockLayout.of(model)
-        ours = device, needs_device, layout, transfer
-        pulled = PulledBlocks(access.write_block, layout.block_bytes, identity(config), *ours)
-        try:
-            client = PrefillClient(
-                config.prefill_addresses, pulled, config.peer_token, lambda host: tls_of(config, host)
-            )
-        except OSError as error:
-            raise ConfigError(f"KV_TRANSFER is {transfer}, but there is no memory to read blocks to: {error}") from None
-        refusals = client.refusals(ANSWER_WITHIN_S)
-        if refusals and not config.engine_is_back:  # an engine that has served before computes prompts itself
-            raise ConfigError("; ".join(refusals))
-        loop.remote = RemotePrefill(loop.scheduler, client, config.remote_prefill_min_tokens)
+        _listen(config, served)
+    if role in (DECODE, MIXED):
+        ours = device, config.kv_transfer in (CUDA_IPC, NIXL), layout, _transfer_of(config)
+        pulled = PulledBlocks(access.write_block, layout.block_bytes, shared_identity, *ours)
+        loop.remote = _shared_prefixes(loop, config, pulled) if role == MIXED else _remote_prefill(loop, config, pulled)
+
+
+def _listen(config: Config, served: ServedBlocks) -> None:
+    """Serve blocks to decode instances or replicas. Raises ConfigError."""
+    name, port, task = (
+        "ENGINE_WORKER_QUEUE_PORT",
+        config.engine_worker_queue_port,
+        "prompts of decode instances are computed",
+    )
+    if config.splitwise_role == MIXED:
+        name, port, task = (
+            "REPLICA_CACHE_PORT",
+            config.replica_cache_port,
+            "cached blocks are sent to other replicas",
+        )
+    try:
+        server = PrefillServer((config.service_host, port), served, config.peer_token, server_context(config))
+    except OSError as error:
+        raise ConfigError(f"{name} is {port}, which cannot be used: {error}") from None
+    log.info("%s, port %d", task, server.port)
+
+
+def _shared_prefixes(loop: EngineLoop, config: Config, pulled: PulledBlocks) -> SharedPrefixes:
+    source = ReplicaClient(pulled, config.peer_token, partial(tls_of, config))
+    return SharedPrefixes(loop.scheduler, source, config.remote_prefill_min_tokens, lambda: loop.token_s)
+
+
+def _remote_prefill(loop: EngineLoop, config: Config, pulled: PulledBlocks) -> RemotePrefill:
+    """Connect to the prefill instances. Raises ConfigError."""
+    check_hosts(config)
+    try:
+        client = PrefillClient(config.prefill_addresses, pulled, config.peer_token, partial(tls_of, config))
+    except OSError as error:
+        text = f"KV_TRANSFER is {pulled.transfer}, but there is no memory to read blocks to: {error}"
+        raise ConfigError(text) from None
+    refusals = client.refusals(ANSWER_WITHIN_S)
+    if refusals and not config.engine_is_back:  # an engine that has served before computes prompts itself
+        raise ConfigError("; ".join(refusals))
+    return RemotePrefill(loop.scheduler, client, config.remote_prefill_min_tokens)
 
 
 def device_of(config: Config, access: BlockAccess) -> DeviceBlocks | None:
@@ -105,12 +132,18 @@ def _transfer_of(config: Config) -> str:
     return NIXL if config.kv_transfer == NIXL else CUDA_IPC
 
 
-def identity(config: Config) -> Mapping[str, str]:
+def identity(config: Config, fingerprint: int = 0) -> Mapping[str, str]:
     """Return what two instances must have in common for their blocks to be equal: to the last bit on CPUs and with
-    BATCH_INVARIANT=1, if the numbers of ranks are equal as well. `config` has a device."""
+    BATCH_INVARIANT=1, if the numbers of ranks are equal as well. `config` has a device. `fingerprint` is that of a
+    replica, see `engine.executors.fingerprint`; prefill and decode instances may differ in it."""
     model = model_hash_of_any_ranks(config.graph_path)
     of_model = "the model (hash of config.json, which depends on weights, DTYPE and QUANT_TYPE)"
-    return {"the protocol version": str(PROTOCOL), of_model: model, "the device (DEVICE, CPU_ISA)": _arithmetic(config)}
+    return {
+        "the protocol version": str(PROTOCOL),
+        of_model: model,
+        "the device (DEVICE, CPU_ISA)": _arithmetic(config),
+        "the fingerprint": f"{fingerprint:012x}",
+    }
 
 
 def _arithmetic(config: Config) -> str:

@@ -81,6 +81,8 @@ class ModelState(msgspec.Struct, frozen=True, tag="state", array_like=True):
     fingerprint: int = 0  # of the arithmetic of the engine: servers that differ in it compute different answers
     usage: dict[str, tuple[int, float]] = {}  # open requests and recent tokens of API keys with limits, by name
     num_prefill_instances: int = 0  # connected ones, of a decode instance
+    cache_port: int = 0  # where other replicas get cached blocks; 0: nowhere
+    is_stopping: bool = False  # it does not become ready again
     is_end: ClassVar[bool] = True
 
     def fields(self) -> dict[str, Any]:

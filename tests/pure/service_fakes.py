@@ -96,7 +96,7 @@ class FakeEngine:
         self.on_submit = lambda: None
         self._lock = threading.Lock()
 
-    def submit(self, token_ids, submissions, salt, queue_position, spans=()):
+    def submit(self, token_ids, submissions, salt, queue_position, spans=(), cached_at=""):  # noqa: PLR0913 - as Engines
         samplings = [messages.pack_sampling(each.sampling) for each in submissions]
         messages.pack(token_ids, samplings, salt, queue_position, messages.pack_spans(spans))
         self.on_submit()

@@ -57,7 +57,7 @@ def a_raw_client(address):
 
 def a_submission(epoch, request_id, max_new_tokens=500):
     sampling = messages.pack_sampling(Sampling(max_new_tokens, temperature=0))
-    return messages.SUBMIT, epoch, [5], [[request_id, sampling, []]], False, "", ("", 0), []
+    return messages.SUBMIT, epoch, [5], [[request_id, sampling, []]], False, "", ("", 0), [], ""
 
 
 def test_a_silent_client_loses_its_requests_and_is_notified_if_it_was_only_slow(monkeypatch):
@@ -205,7 +205,7 @@ def test_no_message_however_odd_ends_the_engine_or_harms_another_request(exporte
                     [f"{number}-{index}", list(messages.pack_sampling(sampling)), [7][:index]] for index in (0, 1)
                 ]
                 spans = [[1, 2, b"hash", [1, 1, 2], b"pixels"]]
-                whole = [messages.SUBMIT, epoch, [5, 6, 7], answers, False, "salt", ["owner", 0], spans]
+                whole = [messages.SUBMIT, epoch, [5, 6, 7], answers, False, "salt", ["owner", 0], spans, "host:1"]
                 if number % 8 == 0:
                     whole = [messages.CANCEL, epoch, f"{number - 3}-0", False]
                 if number % 8 == 1:
@@ -229,12 +229,10 @@ def test_no_message_however_odd_ends_the_engine_or_harms_another_request(exporte
 def test_ids_that_the_model_does_not_have_and_lengths_beyond_it_are_no_submission():
     bounds = messages.ModelBounds(vocab_size=10, max_len=8)
 
-    def submission(prompt, sampling, token_ids=()):
-        _, fields = messages.unpack(
-            messages.pack(
-                "", "epoch", prompt, [["a", messages.pack_sampling(sampling), token_ids]], False, "", ["", 0], []
-            )
-        )
+    def submission(prompt, sampling, token_ids=(), cached_at=""):
+        answers = [["a", messages.pack_sampling(sampling), token_ids]]
+        packed = messages.pack("", "epoch", prompt, answers, False, "", ["", 0], [], cached_at)
+        _, fields = messages.unpack(packed)
         return messages.unpack_submission(fields, bounds)
 
     [request], replay = submission([9, 9], Sampling(7, stop_token_ids=(9,)), [1])
@@ -250,6 +248,7 @@ def test_ids_that_the_model_does_not_have_and_lengths_beyond_it_are_no_submissio
         ([9], Sampling(2, logit_bias=((10, 1.0),))),
         ([9], Sampling(2, num_logprobs=21)),
         ([9], Sampling(2, temperature=float("nan"))),
+        ([9], Sampling(2), (), "no address"),
     ):
         with pytest.raises(ValueError, match="a message with a wrong"):
             submission(*wrong)

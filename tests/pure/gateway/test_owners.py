@@ -16,7 +16,7 @@ from tests.pure.inference_fake import PATIENCE_S, FakeTriton, a_client, a_reques
 
 CHAT, NATIVE = "/v1/chat/completions", {"text": "hi"}
 OPENAI = {"messages": [{"role": "user", "content": "hi"}], "model": "m"}
-NO_USAGE = {"num_open_elsewhere": 0, "num_tokens_elsewhere": 0.0}
+NO_USAGE = {"num_open_elsewhere": 0, "num_tokens_elsewhere": 0.0, "cached_at": ""}
 ALICE = {"name": "alice", "max_requests": 4, "tokens_per_minute": None, "priority": 2, **NO_USAGE}
 
 

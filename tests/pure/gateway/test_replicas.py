@@ -251,7 +251,7 @@ def test_an_answer_continues_where_the_arithmetic_is_the_same_if_it_can_and_othe
 
 
 def test_a_replica_hears_what_an_owner_uses_at_the_others_and_the_priority_and_the_name_stay():
-    alice = {"name": "alice", "max_requests": 4, "tokens_per_minute": 100, "priority": -3}
+    alice = {"name": "alice", "max_requests": 4, "tokens_per_minute": 100, "priority": -3, "cached_at": ""}
 
     async def scenario():
         replicas = set_of(("a", ModelLost("gone")), ("b",), ("x",))

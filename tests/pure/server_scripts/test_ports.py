@@ -67,6 +67,11 @@ def test_without_http_there_is_no_http_port():
     assert ports.ports_of(a_config(service_http_port=28115))["SERVICE_HTTP_PORT"] == ("127.0.0.1", 28115)
 
 
+def test_the_port_of_the_blocks_for_other_replicas_is_checked_too(taken):
+    [problem] = ports.problems(a_config(replicas="10.0.0.2:8811", replica_cache_port=taken))
+    assert problem.startswith(f"REPLICA_CACHE_PORT is {taken}, which is taken by ")
+
+
 def test_a_client_on_this_machine_connects_to_the_loopback():
     assert [connect_host(host) for host in ("0.0.0.0", "::", "10.0.0.1")] == ["127.0.0.1", "::1", "10.0.0.1"]
 

@@ -6,6 +6,7 @@ from engine.errors import ConfigError
 from engine.settings.config import Config
 
 PREFILLS = {"INNODE_PREFILL_PORTS": "7013"}
+SHARING = {"REPLICAS": "10.0.0.2:8811", "REPLICA_CACHE_PORT": "8700"}
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,10 @@ PREFILLS = {"INNODE_PREFILL_PORTS": "7013"}
         (PREFILLS, "INNODE_PREFILL_PORTS is for SPLITWISE_ROLE=decode, SPLITWISE_ROLE is mixed"),
         ({"PREFILL_INSTANCES": "a:1"}, "PREFILL_INSTANCES is for SPLITWISE_ROLE=decode, SPLITWISE_ROLE is mixed"),
         ({"SPLITWISE_ROLE": "scheduler"}, "needs REPLICAS"),
+        ({"REPLICA_CACHE_PORT": "8700"}, "REPLICA_CACHE_PORT is 8700, it needs REPLICAS"),
+        ({**SHARING, "SWAP_SPACE": "1"}, "SWAP_SPACE is 1, it must be 0 with REPLICA_CACHE_PORT=8700"),
+        ({**SHARING, "KV_TRANSFER": "nixl"}, "SPLITWISE_ROLE=mixed without KV_TRANSFER=nixl; they are mixed and nixl"),
+        ({**SHARING, **PREFILLS, "SPLITWISE_ROLE": "decode"}, "REPLICA_CACHE_PORT is 8700, it is for SPLITWISE_ROLE=m"),
         ({"SPLITWISE_ROLE": "prefill", "DATA_PARALLEL_SIZE": "2"}, "DATA_PARALLEL_SIZE is 2, it must be 1"),
         (
             {"SPLITWISE_ROLE": "decode", **PREFILLS, "ENABLE_PREFIX_CACHING": "0"},
