@@ -37,6 +37,10 @@ class ModelLost(ModelUnreachable):
     """The model server accepted the request and then broke off: its process or the connection died."""
 
 
+class HandedOver(EngineUnavailable):
+    """The server is being stopped, and another one can continue the answer."""
+
+
 class Backend(Protocol):
     """Interface of the model. The gateway uses Triton; tests use a script of answers."""
 

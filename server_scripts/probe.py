@@ -86,8 +86,15 @@ class Probe:
 
     def num_open(self) -> int:
         """Return the number of unfinished requests, or 0 if the model does not answer: they cannot finish then."""
+        return self._count("num_open")
+
+    def num_blocks_held(self) -> int:
+        """Return the number of KV blocks that requests or other instances hold, or 0 if the model does not answer."""
+        return self._count("num_blocks_held")
+
+    def _count(self, name: str) -> int:
         try:
-            return int(self.state(OPEN_TIMEOUT_S)["num_open"])
+            return int(self.state(OPEN_TIMEOUT_S)[name])
         except ProbeError:
             return 0
 

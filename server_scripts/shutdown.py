@@ -26,6 +26,7 @@ log = logging.getLogger("supervisor")
 STOP_MARGIN_S = 10.0  # added to the drain timeout, for the last answers to reach their clients
 STOP_WHILE_STARTING_S = 5.0  # shorter because there are no requests yet
 ASK_MODEL_EVERY_S = 0.2
+BEGIN_PULLS_S = 1.5  # other replicas ask within this time for blocks of requests that were handed over
 UNLOAD_S = 5.0  # tritonserver takes two or three seconds to unload the model
 ENGINE_STOP_S = 10.0
 KILL_S = 5.0
@@ -63,6 +64,8 @@ def _end_in_order(supervisor: Supervisor) -> None:
     front = [child for child in supervisor.children if kind_of(child.spec.name) not in (ENGINE, HEALTH, TRITONSERVER)]
     ask_to_end(supervisor, front, deadline)
     is_idle = _wait_for_answers(supervisor, triton, deadline)
+    if is_idle and was_ready and config.replica_cache_port:
+        _wait_for_pulls(supervisor, triton, deadline)
     if is_idle and not config.otlp_endpoint:
         kill_late(supervisor, front)
         for child in triton:
@@ -107,6 +110,15 @@ def _wait_for_answers(supervisor: Supervisor, triton: Sequence[Child], deadline:
             return True
         _wait(supervisor, triton, time.monotonic() + ASK_MODEL_EVERY_S)
     return False
+
+
+def _wait_for_pulls(supervisor: Supervisor, triton: Sequence[Child], deadline: float) -> None:
+    """Wait until other replicas have pulled the blocks of the requests that were handed over to them."""
+    _wait(supervisor, triton, min(deadline, time.monotonic() + BEGIN_PULLS_S))
+    while any(c.process for c in triton) and supervisor.num_stop_signals < 2 and time.monotonic() < deadline:
+        if not supervisor.monitor.probe.num_blocks_held():
+            return
+        _wait(supervisor, triton, time.monotonic() + ASK_MODEL_EVERY_S)
 
 
 def kill_late(supervisor: Supervisor, children: Sequence[Child]) -> None:

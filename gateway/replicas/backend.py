@@ -26,7 +26,7 @@ from engine.wire import (
     owner_of,
     with_owner,
 )
-from gateway.backend import RESTART_WITHIN_S, ModelLost, ModelUnreachable, timeout
+from gateway.backend import RESTART_WITHIN_S, HandedOver, ModelLost, ModelUnreachable, timeout
 from gateway.replicas.metrics import samples
 from gateway.replicas.placement import prompt_keys
 from gateway.replicas.replica import Arithmetic, Replica
@@ -53,7 +53,8 @@ class ReplicatedBackend:
             if replica is self.replicas.local:
                 self.replicas.served.note(body, request.keys)
             try:
-                answers = replica.generate(self.replicas.with_usage(request.rest, replica), request.keys, timeout_s)
+                rest = self.replicas.with_source(request.rest, request.keys, replica, request.stopped)
+                answers = replica.generate(self.replicas.with_usage(rest, replica), request.keys, timeout_s)
                 async with contextlib.aclosing(answers):
                     async for answer in answers:
                         request.was_answered(answer)
@@ -134,6 +135,7 @@ class _Placement:
         self._chosen = replicas.local.arithmetic  # of the last replica
         self._tried: list[Replica] = []  # replicas that are full
         self._num_losses = 0
+        self.stopped: Replica | None = None  # that has handed the request over
         self._error: RequestError = EngineUnavailable("no replica of the model is ready; retry later")
         self._may_be_known = self._is_resumed
         self._deadline = asyncio.get_running_loop().time() + min(timeout_s, RESTART_WITHIN_S)
@@ -177,6 +179,8 @@ class _Placement:
             raise error
         if isinstance(error, Overloaded):
             self._tried.append(replica)
+        elif isinstance(error, HandedOver):
+            self.stopped = replica
         else:
             replica.suspend(str(error))
             replica.num_lost += 1

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.placement import KnownPrefixes
-from engine.wire import Delta, ModelState, owner_of
-from gateway.backend import Backend, ModelLost
+from engine.wire import STORE, Delta, ModelState, owner_of
+from gateway.backend import Backend, HandedOver, ModelLost
 from gateway.replicas.placement import PromptKeys, num_uncached_tokens
+
+log = logging.getLogger(__name__)
+
+UNMOVABLE_FIELDS = (STORE, "lora_name", "use_beam_search", "best_of")  # fields of requests that are not handed over
 
 
 @dataclass(eq=False)
@@ -21,6 +26,7 @@ class OpenRequest:
     owner: str  # name
     num_tokens: int  # about how many tokens of the prompt are to be computed; 0 after the first answer
     inbox: asyncio.Queue[Delta | Exception]
+    can_move: bool  # without a loss, see `Replica.hand_over`
 
 
 class Arithmetic(NamedTuple):
@@ -41,6 +47,7 @@ class Replica:
         self.reason = "it has not answered yet"
         self._make_backend = make_backend
         self.backend = make_backend()
+        self.host = ""  # by which other replicas can reach it; empty: unknown
         self._open: dict[OpenRequest, None] = {}  # in the order of their arrival
         # Requests of this front end: sent to it; sent to another replica after a loss; continued here although another
         # fingerprint had begun them
@@ -62,6 +69,11 @@ class Replica:
         return Arithmetic(self.model, self.state.fingerprint if self.state else 0)
 
     @property
+    def cached_at(self) -> str:
+        """Return host:port where other replicas get its cached blocks, or an empty text."""
+        return f"{self.host}:{self.state.cache_port}" if self.host and self.state and self.state.cache_port else ""
+
+    @property
     def num_running(self) -> int:
         """Return the number of open requests: those of all front ends at the last poll, or those of this one now."""
         return max(self.state.num_open if self.state else 0, len(self._open))
@@ -80,7 +92,8 @@ class Replica:
 
     async def generate(self, body: dict[str, Any], keys: PromptKeys, timeout_s: float) -> AsyncGenerator[Delta, None]:
         """Yield the answers of this replica. Raise ModelLost as soon as the replica is lost."""
-        opened = OpenRequest(owner_of(body).name, num_uncached_tokens(keys, self.known), asyncio.Queue())
+        num_tokens, can_move = num_uncached_tokens(keys, self.known), not any(map(body.get, UNMOVABLE_FIELDS))
+        opened = OpenRequest(owner_of(body).name, num_tokens, asyncio.Queue(), can_move)
         reading = asyncio.create_task(_read(self.backend, body, timeout_s, opened.inbox))
         self._open[opened] = None
         self.num_requests += 1
@@ -112,6 +125,15 @@ class Replica:
             each.inbox.put_nowait(ModelLost(f"the replica {self.name} is lost: {reason}"))
         self._closing = asyncio.ensure_future(self.backend.close())
         self.backend = self._make_backend()
+
+    def hand_over(self) -> None:
+        """End the requests of this front end with HandedOver, but for those that another replica might not continue
+        after their last token."""
+        moved = [each for each in self._open if each.can_move]
+        if moved:
+            log.info("%s is stopping and hands its requests over: %d", self.name, len(moved))
+        for each in moved:
+            each.inbox.put_nowait(HandedOver(f"{self.name} is stopping"))
 
     def suspend(self, reason: str) -> None:
         """Send no requests until the next poll has been answered."""

@@ -43,7 +43,7 @@ class RemoteReplica(Replica):
     def __init__(self, address: Address, host: str, token: str, credentials: grpc.ChannelCredentials | None):
         self._connect = partial(ReplicaConnections, address, host, token, credentials)
         super().__init__(f"{in_url(address[0])}:{address[1]}", self._make)
-        self.is_self = False
+        self.host, self.is_self = in_url(address[0]), False
         self._num_keys = 0
         self._answered_at = 0.0  # time of the event loop
 
@@ -115,8 +115,7 @@ class ReplicaSet:
     def start(self) -> None:
         """Begin to resolve the names and to poll."""
         self._tasks = [asyncio.create_task(self._resolve())]
-        if self.has_model:
-            self._tasks.append(asyncio.create_task(self._watch_local()))
+        self._tasks.append(asyncio.create_task(self._watch()))
 
     async def close(self) -> None:
         """Stop polling and close all connections."""
@@ -176,11 +175,40 @@ class ReplicaSet:
         health = await self._local_ready()
         return self.served.summary(poll, health.state, health.error_msg)
 
-    async def _watch_local(self) -> None:
+    async def _watch(self) -> None:
         while True:
-            health = await self._local_ready()
-            self.local.state, self.local.reason = health.state, health.error_msg
+            if self.has_model:
+                health = await self._local_ready()
+                self.local.state, self.local.reason = health.state, health.error_msg
+                self.local.host = next((each.host for each, _ in self._remote.values() if each.is_self), "")
+            self.hand_over()
             await asyncio.sleep(POLL_EVERY_S / 2)
+
+    def hand_over(self) -> None:
+        """Let the requests of replicas that are being stopped continue where the arithmetic is the same, and where
+        their cached blocks can be had."""
+        replicas = (self.local, *self.others)
+        ready = {each.arithmetic for each in replicas if each.is_ready}
+        for each in replicas:
+            if each.state and each.state.is_stopping and each.cached_at and each.arithmetic in ready:
+                each.hand_over()
+
+    def with_source(
+        self, body: dict[str, Any], keys: PromptKeys, replica: Replica, stopped: Replica | None
+    ) -> dict[str, Any]:
+        """Return a request for `replica` with the address of the replica whose cached blocks it may pull: `stopped`,
+        which has handed it over, or the one that knows most of its prompt. Without one, return `body`."""
+        alike = [
+            each for each in (self.local, *self.others) if each.cached_at and each.arithmetic == replica.arithmetic
+        ]
+        source = max(
+            alike, key=lambda each: (each is stopped, each.known.count(keys.chain), each is replica), default=None
+        )
+        if source is None or source is replica or not replica.cached_at:
+            return body
+        if source is not stopped and not source.known.count(keys.chain):
+            return body
+        return with_owner(body, replace(owner_of(body), cached_at=source.cached_at))
 
     async def _resolve(self) -> None:
         while True:

@@ -13,7 +13,7 @@ from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
 from engine.placement import KnownPrefixes
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain
-from engine.wire import Delta, Final, ModelState, Owner, Usage, owner_of, write_answer
+from engine.wire import STORE, Delta, Final, ModelState, Owner, Usage, owner_of, with_owner, write_answer
 from gateway.backend import ModelLost, ModelUnreachable
 from gateway.metrics import as_text
 from gateway.replicas import backend as replicated
@@ -196,6 +196,85 @@ def test_the_metrics_count_what_each_replica_got_and_lost():
             'llm_replica_inexact_requests_total{replica="replica 0"} 0',
         ]
         assert not (await ReplicatedBackend(replicas).probe()).metrics
+
+    run(scenario())
+
+
+def sharing(replicas):
+    """Let all replicas offer their cached blocks to each other."""
+    for i, each in enumerate((replicas.local, *replicas.others)):
+        each.host, each.state = f"host{i}", msgspec.structs.replace(each.state, cache_port=7)
+
+
+LONG_ASK = {"req_id": "r", "text": "word " * 1000}
+
+
+def test_a_replica_hears_who_knows_more_of_a_prompt_and_nothing_from_another_model_or_without_a_port():
+    async def scenario():
+        def source_of(replica, stopped=None):
+            keys = prompt_keys(LONG_ASK)
+            return owner_of(replicas.with_source(LONG_ASK, keys, replica, stopped)).cached_at
+
+        replicas = set_of((), (), (), (), models=[(3, "other")])
+        chain, [a, b, other] = prompt_keys(LONG_ASK).chain, replicas.fakes
+        other.known.add(chain)
+        a.known.add(chain[:2])
+        assert source_of(b) == ""
+        sharing(replicas)
+        assert (source_of(b), source_of(a), source_of(a, stopped=b)) == ("host1:7", "", "host2:7")
+        b.known.add(chain[:2])
+        assert source_of(b) == ""  # it knows as much
+        replicas.local.known.add(chain)
+        assert source_of(b) == "host0:7"
+        b.state = msgspec.structs.replace(b.state, cache_port=0)
+        assert source_of(b) == ""
+
+    run(scenario())
+
+
+def test_a_client_cannot_name_the_source_of_blocks():
+    assert owner_of(with_owner({**ASK, "_owner": {"cached_at": "evil:1"}}, Owner())).cached_at == ""
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_server_that_is_being_stopped_hands_its_requests_over_if_another_one_can_continue(is_alone):
+    async def scenario():
+        replicas = set_of(("a", "b", WAIT, "c"), ("d",), models=[(1, "other" if is_alone else "m")])
+        sharing(replicas)
+        busy(replicas, 1)
+        local, found = replicas.local, []
+        async for each in ReplicatedBackend(replicas).generate(ASK, 5):
+            found.append(each)
+            if len(found) == 2:
+                local.state = msgspec.structs.replace(local.state, ready=False, is_stopping=True)
+                replicas.hand_over()
+                if is_alone:
+                    assert not replicas.fakes[0].backend.bodies
+                    return
+        assert text_of(found) == "abd"
+        [rest] = replicas.fakes[0].backend.bodies
+        assert rest["answer_ids"] == [[0, 1]]
+        assert owner_of(rest).cached_at == "host0:7"
+        assert local.num_lost == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "field", [{"lora_name": "a"}, {"use_beam_search": True}, {"best_of": 3}, {STORE: {"about": {}}}]
+)
+def test_a_request_that_might_not_continue_elsewhere_ends_where_it_is(field):
+    async def scenario():
+        replicas = set_of(("a", "b"), ("never",))
+        sharing(replicas)
+        busy(replicas, 1)
+        found = []
+        async for each in ReplicatedBackend(replicas).generate({**ASK, **field}, 5):
+            found.append(each)
+            replicas.local.state = msgspec.structs.replace(replicas.local.state, ready=False, is_stopping=True)
+            replicas.hand_over()
+        assert text_of(found) == "ab"
+        assert not replicas.fakes[0].backend.bodies
 
     run(scenario())
 

@@ -57,14 +57,19 @@ class FakeServer:
     happened.
     """
 
-    def __init__(self, clock, takes_s, phase="ready", busy_s=0.0, dies_after=0.0, otlp_endpoint=""):  # noqa: PLR0913
+    def __init__(self, clock, takes_s, phase="ready", busy_s=0.0, held_s=None, dies_after=0.0, **settings):  # noqa: PLR0913
         self.clock = clock
         self.notes = {}
         self.children = [FakeChild(self, name, seconds, dies_after) for name, seconds in takes_s.items()]
-        probe = SimpleNamespace(num_open=lambda: int(self.clock.now - self._started < busy_s))
+        probe = SimpleNamespace(
+            num_open=lambda: int(self.clock.now - self._started < busy_s),
+            num_blocks_held=lambda: int(self.clock.now - self._started < held_s),
+        )
+        if held_s is not None:
+            settings |= {"replicas": "10.0.0.2:8811", "replica_cache_port": 8700}
         self.monitor = SimpleNamespace(stop=lambda: self.note("monitor stopped"), probe=probe)
         self.state = SimpleNamespace(phase=phase)
-        self.config = Config(drain_timeout_s=DRAIN_S, drain_delay_s=DELAY_S, otlp_endpoint=otlp_endpoint)
+        self.config = Config(drain_timeout_s=DRAIN_S, drain_delay_s=DELAY_S, **settings)
         self.announced = {}
         clean_up = lambda: self.note("cleaned up")  # noqa: E731
         self.run_dir = SimpleNamespace(clean_up=clean_up, write=self.announced.__setitem__)
@@ -147,6 +152,13 @@ def test_tritonserver_ends_when_nothing_is_open_in_it(stop, busy_s):
     assert notes["gateway-0 ended"] == pytest.approx(DELAY_S + 10.0, abs=0.1)
     assert notes["tritonserver killed"] == pytest.approx(busy_s, abs=0.3)
     assert killed(notes) == {"tritonserver"}
+
+
+@pytest.mark.parametrize(("held_s", "ends_at"), [(0.0, DELAY_S + 1.5), (9.0, 9.0), (NEVER, DELAY_S + DRAIN_S)])
+def test_tritonserver_and_the_engine_stay_while_other_replicas_pull_blocks(stop, held_s, ends_at):
+    notes = stop(held_s=held_s)
+    latest = ends_at + STOP_MARGIN_S + 0.3 if held_s == NEVER else ends_at + 0.4
+    assert ends_at <= notes["tritonserver killed"] <= notes["engine asked"] < latest
 
 
 def test_a_gateway_that_does_not_end_is_killed_when_the_time_is_over(stop):
