@@ -42,10 +42,11 @@ class NativeProtocol:
 
     def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
         if isinstance(context.exchange, NativeExchange):
-            failure = context.exchange.failure(error, context.req_id)
+            failure = context.exchange.failure(error, context.req_id).fields()
+            failure["error_msg"] = error.worded(context.exchange.names)
         else:
-            failure = wire.Failure(error, context.req_id)
-        return {**failure.fields(), "result": ""}
+            failure = wire.Failure(error, context.req_id).fields()
+        return {**failure, "result": ""}
 
     def error_event(self, error: RequestError, context: RequestContext) -> bytes:
         return dump(self.error(error, context)) + b"\n"

@@ -29,6 +29,7 @@ SHARED_FIELDS = {
     "model",
 }
 NATIVE_ONLY = frozenset(CHECKS) - SHARED_FIELDS
+ALIASED = {name: (name, *field.aliases) for name, field in wire.FIELDS.items() if field.aliases}
 
 
 def is_native(body: dict[str, Any]) -> bool:
@@ -62,8 +63,15 @@ def parse(body: dict[str, Any], context: RequestContext) -> NativeExchange:
         timeout_s=_checked(body, "timeout"),
         return_usage=_checked(body, "return_usage") or False,
         received=received if body.get("benchmark") else None,
+        names=_names(body),
         unenforced=_unenforced(body.get("response_format")),
     )
+
+
+def _names(body: dict[str, Any]) -> dict[str, str]:
+    """Return the names by which the client has called the fields that have several, for error messages."""
+    given = {name: [key for key in keys if body.get(key) is not None] for name, keys in ALIASED.items()}
+    return {name: keys[0] for name, keys in given.items() if keys}
 
 
 def _unenforced(response_format: Any) -> tuple[str, ...]:

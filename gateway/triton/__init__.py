@@ -70,7 +70,7 @@ class TritonGenerateProtocol:
             raise InvalidRequest(f"{INPUT}: {error}") from None
         stream = context.path.endswith("_stream")
         native = parse(asked if stream else {**asked, "return_all_tokens": True}, context)
-        return GenerateExchange(native.requests, stream, native.timeout_s, False, None)
+        return GenerateExchange(native.requests, stream, native.timeout_s, False, None, names=native.names)
 
     def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
         return {"error": error.worded(context.exchange.names if context.exchange else {})}

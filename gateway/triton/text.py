@@ -77,7 +77,8 @@ class TritonTextProtocol(TritonGenerateProtocol):
             raise InvalidRequest("`{field}` is true, which is for generate_stream", field=STREAM, value=True)
         asked = {"text": check_string(PROMPT, body[PROMPT]), "cut_max_dec_len": True, **_parameters(body)}
         native = parse({**asked, "return_all_tokens": not as_it_comes}, context)
-        return TextExchange(native.requests, is_stream, native.timeout_s, False, None, names={"text": PROMPT})
+        names = {**native.names, "text": PROMPT}
+        return TextExchange(native.requests, is_stream, native.timeout_s, False, None, names=names)
 
 
 def _parameters(body: dict[str, Any]) -> dict[str, Any]:

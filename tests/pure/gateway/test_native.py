@@ -124,6 +124,21 @@ def test_a_refusal_keeps_its_status_and_has_the_native_error_object(stream, erro
     }
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ({"max_tokens": 5, "min_dec_len": 9}, "min_dec_len of max_tokens"),
+        ({"max_tokens": 5, "max_dec_len": 5, "min_tokens": 9}, "min_tokens of max_dec_len"),  # which takes precedence
+    ],
+)
+def test_a_refusal_has_the_names_by_which_the_client_has_called_the_fields(body, names, stream):
+    error = InvalidRequest("{field} of {max_dec_len}", field="min_dec_len", value=9)
+    with running(FakeBackend(error)) as gateway:
+        _, failure = gateway.refused(CHAT, {"text": "hi", "stream": stream, **body})
+    assert (failure["error_msg"], failure["error_field"]) == (names, "min_dec_len")
+
+
 def test_an_error_after_the_first_token_is_the_last_line():
     with running(FakeBackend("Hel", EngineUnavailable("the engine has crashed"))) as gateway:
         lines = [json.loads(line) for line in gateway.stream(CHAT, DOCUMENTED_TEXT)]

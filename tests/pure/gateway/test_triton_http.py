@@ -101,7 +101,12 @@ def test_health_needs_no_key_and_the_rest_does():
 
 
 def test_a_refusal_by_the_model_names_the_field_of_the_client():
-    with running(FakeBackend(InvalidRequest("The `{field}` is empty", field="text", value=""))) as gateway:
+    backend = FakeBackend(InvalidRequest("The `{field}` is empty", field="text", value=""))
+    too_large = InvalidRequest("`{field}` is {value}", field="max_dec_len", value=5)
+    backend.scripts = [(too_large,), (too_large,)]
+    with running(backend) as gateway:
+        for body in ({"text_input": "a", "max_tokens": 5}, {"IN": '{"text": "a", "max_tokens": 5}'}):
+            assert gateway.refused(GENERATE, body) == (400, {"error": "`max_tokens` is 5"})
         assert gateway.refused(GENERATE, {"text_input": ""}) == (400, {"error": "The `text_input` is empty"})
 
 
