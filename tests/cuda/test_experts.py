@@ -280,13 +280,13 @@ def test_products_of_16_bits_are_right_in_every_tile(device, kind):
     up = packed(kind, up_arrays := stacked(kind, rng, num_experts, 2 * inner, width), device, torch.bfloat16)
     down = packed(kind, down_arrays := stacked(kind, rng, num_experts, width, inner), device, torch.bfloat16)
     as_stored = [from_bf16(to_bf16(each[0])) if kind == "dense" else each[0] for each in (up_arrays, down_arrays)]
-    most = 1200
+    most = 2400
     x, h = (from_bf16(to_bf16(floats(rng, most, n))) for n in (width, top_k * inner))
     ids = np.argsort(rng.random((most, num_experts)), axis=1)[:, :top_k].astype(np.int32)
     weights = rng.random((most, top_k)).astype(np.float32)
     names = [op_of(name, kind) for name in ("expert_gate_up", "expert_down")]
     whole = None
-    for num_rows in (most, 1, 4, 5, 17, 64, 300):
+    for num_rows in (most, 1, 4, 5, 17, 64, 140, 300, 1200):
         part = slice(num_rows)
         for ops in (cuda, invariant):
             if ops is invariant and not hasattr(invariant, names[0]):
@@ -298,15 +298,14 @@ def test_products_of_16_bits_are_right_in_every_tile(device, kind):
             if ops is invariant:
                 whole = whole or (first, second)
                 assert torch.equal(first, whole[0][part]) and torch.equal(second, whole[1][part])
-        if num_rows > 64:
-            continue  # the definition takes long
+        some = np.unique(np.linspace(0, num_rows - 1, 24).astype(int))  # the definition takes long
         defined = definition(kind)
-        expected = defined.gate_up(x[part], ids[part], as_stored[0], *up_arrays[1:], num_experts=num_experts, **SILU)
-        assert distance(first, expected) < BF16_STEP
+        expected = defined.gate_up(x[some], ids[some], as_stored[0], *up_arrays[1:], num_experts=num_experts, **SILU)
+        assert distance(first[some], expected) < BF16_STEP
         expected = defined.down(
-            h[part], ids[part], weights[part], as_stored[1], *down_arrays[1:], num_experts=num_experts
+            h[some], ids[some], weights[some], as_stored[1], *down_arrays[1:], num_experts=num_experts
         )
-        assert distance(second, expected) < BF16_STEP
+        assert distance(second[some], expected) < BF16_STEP
 
 
 def test_a_gated_expert_of_all_tokens_is_added(device):

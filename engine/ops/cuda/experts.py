@@ -18,13 +18,14 @@ from torch import Tensor
 
 from engine.ops.cuda import experts_few, experts_few_packed, experts_fp8, experts_gemv, fp8, lowbit, mxfp4
 from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, INT8, MXFP4, combine, grouped
+from engine.ops.cuda.experts_tiles import Tile, num_stages, tile_for
 from engine.ops.cuda.launch import PDL
 from engine.ops.cuda.one_shot_all_reduce import PeerBuffers
 from engine.ops.cuda.routing import are_written, num_experts_of, order_of, set_written
 
 FEW = 1  # tokens up to which slots are not sorted
 ADDED = 1024  # columns of a program that adds up slots
-TOGETHER = 8  # tiles of slots that go over the same weights at a time
+GROUP_SIZE_M = 8  # tiles of slots that go over the same weights at a time
 LARGE = 4096  # slots from which products are stored in the type of the activations until they are added up
 PACKED_BY = {
     f"expert_{product}_{name}": pack
@@ -37,16 +38,6 @@ PACKED_BY = {
         ("a8w8", lowbit.pack_int8),  # activations keep all of their bits
     )
 }
-
-
-class Tile(NamedTuple):
-    """Work of a program."""
-
-    slots: int
-    columns: int  # outputs; of the gate and of `up` together
-    depth: int  # inputs at a time; of packed matrices they are those of a block
-    warps: int
-    stages: int
 
 
 class ExpertWeights(NamedTuple):
@@ -128,28 +119,6 @@ def down(
     return out
 
 
-def tile_for(num_slots: int, num_experts: int, kind: int, dtype: torch.dtype, *, is_gated: bool) -> Tile:
-    """Return the fastest tile for the number of slots that an expert has on average, as measured on an H100."""
-    if dtype == torch.float32:
-        return Tile(16, 32, 64, 4, 2)
-    average, stages = num_slots // num_experts, 4 if kind == DENSE else 3
-    if kind == MXFP4:
-        return _mxfp4_tile(average, is_gated)
-    if average <= 32:
-        return Tile(16 if average < 8 else 32, 64, 128, 4, stages)
-    if average <= 128 or kind != DENSE:
-        return Tile(64, 128, 64, 4, stages)
-    return Tile(128, 256, 64, 8, 3)
-
-
-def _mxfp4_tile(average: int, is_gated: bool) -> Tile:
-    if average < 16:
-        return Tile(8 if average < 8 else 16, 32, 128, 1, 6)
-    if average < 128:
-        return Tile(32, 64, 128, 2, 4) if average < 32 else Tile(64, 128, 128, 4, 3)
-    return Tile(128, 128 if is_gated else 256, 128, 8, 3)
-
-
 def _grouped(
     x: Tensor,
     topk_ids: Tensor,
@@ -167,7 +136,8 @@ def _grouped(
     if not is_invariant and experts_fp8.can_multiply(stored, num_slots, of_all_ranks):
         experts_fp8.launch(x, topk_ids, stored, out, weights, act)
     else:
-        tile = tile_for(num_slots, of_all_ranks, stored.kind, x.dtype, is_gated=weights is None)
+        given = {"is_gated": weights is None, "has_zero": stored.zero is not None}
+        tile = tile_for(num_slots, of_all_ranks, stored.kind, x.dtype, **given)
         launch(x, topk_ids, stored, out, tile, weights, act)
 
 
@@ -200,7 +170,8 @@ def launch(
         num_blocks, columns, x.shape[1], stored.weight.shape[1], num_experts, triton.next_power_of_2(num_experts + 1),
         topk_ids.shape[1] if is_gated else 1, stored.kind, is_blocked, stored.zero is not None,
         stored.bias is not None, is_gated, *activation, x.shape[1] % depth == 0, tile.slots, tile.columns,
-        depth, words, TOGETHER, stored.unit, is_sorted, num_warps=tile.warps, num_stages=tile.stages, **PDL,
+        depth, words, GROUP_SIZE_M, stored.unit, is_sorted, num_warps=tile.warps,
+        num_stages=num_stages(tile, words), **PDL,
     )  # fmt: skip
 
 

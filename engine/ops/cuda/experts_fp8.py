@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 IS_FP8 = tl.constexpr(FP8)
 FEWEST_SLOTS = 8  # of a program: the tensor cores multiply at least so many
 FEW_SLOTS = 8  # of an expert, on average: for more, larger tiles on the tensor cores for 16 bits are faster
-TOGETHER = 8  # tiles of slots that go over the same weights at a time
+GROUP_SIZE_M = 8  # tiles of slots that go over the same weights at a time
 WORDS = 64  # of a block of packed codes
 CODE_PARTS = 8  # rows of 128 bytes of a block: low or high codes, nearest number or remainder, even or odd bytes
 UNIT_OF_CODE = tl.constexpr(2.0**9)
@@ -70,8 +70,8 @@ def launch(
         x_scale if weights is None else weights, out, *limits, num_blocks, columns, stored.weight.shape[1],
         num_experts, len(x), triton.next_power_of_2(num_experts + 1),
         top_k if is_gated else 1, stored.kind, stored.kind == FP8 and len(stored.scale) > 1, stored.zero is not None,
-        stored.bias is not None, is_gated, *activation, FEWEST_SLOTS, tile.columns, TOGETHER, stored.unit, tile.stages,
-        num_warps=4, num_stages=tile.stages, **PDL,
+        stored.bias is not None, is_gated, *activation, FEWEST_SLOTS, tile.columns, GROUP_SIZE_M, stored.unit,
+        tile.stages, num_warps=4, num_stages=tile.stages, **PDL,
     )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def multiply(
     offset, num_blocks, columns, num_word_blocks, num_experts, num_rows,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, UNIT: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, GROUP_SIZE_M: tl.constexpr, UNIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply up to SLOTS slots of one expert by COLUMNS rows of its matrix, as `grouped` of experts_kernels.py."""
@@ -141,9 +141,9 @@ def multiply(
     wait_for_inputs()
     OWN: tl.constexpr = COLUMNS // (1 + IS_GATED)
     across = tl.cdiv(columns, OWN)
-    group = tl.program_id(0) // (TOGETHER * across) * TOGETHER
-    size = tl.minimum(num_blocks - group, TOGETHER)
-    index = tl.program_id(0) % (TOGETHER * across)
+    group = tl.program_id(0) // (GROUP_SIZE_M * across) * GROUP_SIZE_M
+    size = tl.minimum(num_blocks - group, GROUP_SIZE_M)
+    index = tl.program_id(0) % (GROUP_SIZE_M * across)
     expert, first, end = block_of(starts, group + index % size, num_experts, EXPERTS, SLOTS)
     if first < end:
         first_column = index // size * OWN

@@ -22,7 +22,7 @@ def grouped(
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, IS_BLOCKED: tl.constexpr, HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
     IS_WHOLE: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WORDS: tl.constexpr,
-    TOGETHER: tl.constexpr, UNIT: tl.constexpr, IS_SORTED: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr, UNIT: tl.constexpr, IS_SORTED: tl.constexpr,
 ):  # fmt: skip
     """Multiply up to SLOTS slots of one expert by COLUMNS rows of its matrix.
 
@@ -34,9 +34,9 @@ def grouped(
     wait_for_inputs()
     OWN: tl.constexpr = COLUMNS // (1 + IS_GATED)
     across = tl.cdiv(columns, OWN)
-    group = tl.program_id(0) // (TOGETHER * across) * TOGETHER
-    size = tl.minimum(num_blocks - group, TOGETHER)
-    index = tl.program_id(0) % (TOGETHER * across)
+    group = tl.program_id(0) // (GROUP_SIZE_M * across) * GROUP_SIZE_M
+    size = tl.minimum(num_blocks - group, GROUP_SIZE_M)
+    index = tl.program_id(0) % (GROUP_SIZE_M * across)
     block = group + index % size
     if IS_SORTED:
         expert, first, end = block_of(starts, block, num_experts, EXPERTS, SLOTS)
