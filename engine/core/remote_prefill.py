@@ -140,7 +140,9 @@ class RemotePrefill:
         while self._reserved and self._reserved[0][0] <= self._scheduler.num_applied:
             _, pull = self._reserved.popleft()
             if pull.is_open:
-                pull.began_at, pull.has_ended = now, not self._source.begin(pull)
+                pull.began_at = now
+                if not self._source.begin(pull):  # otherwise the network thread may end the pull before this returns
+                    pull.has_ended = True
         self._release_if_needed()
 
     def wait(self, timeout_s: float) -> None:

@@ -177,6 +177,21 @@ def test_a_replica_that_cannot_be_reached_does_not_hold_up_a_request(graph_dir, 
     assert taker.counts == (1, 1, 0)
 
 
+def test_a_pull_that_ends_while_it_begins_has_ended():
+    def begin(pull):
+        pull.has_ended = True  # as the network thread does when a connection is refused
+        return True
+
+    scheduler = Scheduler(BlockPool(200, BLOCK_SIZE), Limits(max_batch=4, max_batched_tokens=64))
+    remote = SharedPrefixes(scheduler, SimpleNamespace(begin=begin, end=lambda pull: None), 32, lambda: SLOW_S)
+    request = Request("0", LONG, len(LONG), FEW, cached_at="gone:1")
+    scheduler.add(request)
+    remote.consider(request)
+    remote.poll()
+    remote.poll()
+    assert not request.awaits_blocks
+
+
 def test_a_pull_that_takes_longer_than_to_compute_the_rest_is_given_up(graph_dir, link, expected, monkeypatch):
     source, taker = pair(graph_dir, link, token_s=1e-4)
     monkeypatch.setattr(messages, "SILENT_S", 2 * PATIENCE_S)
