@@ -90,7 +90,8 @@ def read_qwen3_vision(keys: Mapping[str, Any], sections: Sequence[int]) -> tuple
 def qwen2_5_vision(config: VisionConfig, shard: Shard) -> VisionTower:
     """Return the tower of Qwen2.5-VL with its projector."""
     (inv_freq, axes), size, top = axial_rope(config), config.hidden_size, LayerScope(shard, prefix="visual.")
-    ends = [SEGMENT_ENDS if index in config.full_layers else WINDOW_ENDS for index in range(config.num_layers)]
+    of_windows = WINDOW_ENDS if config.has_full_layers else SEGMENT_ENDS
+    ends = [SEGMENT_ENDS if index in config.full_layers else of_windows for index in range(config.num_layers)]
     return VisionTower(
         patch_embedding=dense(top, "patch_embed", ("patch_embed.proj",), (size, config.patch_values), bias=False),
         layers=tuple(VisionLayer.of(config, _block(shard, index), QWEN2_5, each) for index, each in enumerate(ends)),

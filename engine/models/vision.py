@@ -21,8 +21,8 @@ from engine.models.weights import AxisShard, Constant, Shard, Weight
 VISION_GRAPH = "vision"  # name of the graph
 # Inputs; beside them POSITIONS, i32 [3, T], whose rows are 0, row and column of a patch
 PATCHES = "patches"  # f32 [T, values of a patch]
-SEGMENT_ENDS = "segment_ends"  # i32 [B]: the end of each image in the patches
-WINDOW_ENDS = "window_ends"  # i32 [B]: the end of each window, for towers with windows
+SEGMENT_ENDS = "segment_ends"  # i32 [B]: the end of each image in the patches, or of windows if all layers have them
+WINDOW_ENDS = "window_ends"  # i32 [B]: the end of each window, for towers with windows in some layers
 GRID_ROWS, GRID_WEIGHTS = "grid_rows", "grid_weights"  # i32 and f32 [T, 4]: of learned positions
 TOKEN_ROWS = "token_rows"  # i32 [S, merge_size²]: the patches of each token
 EMBEDDINGS = "embeddings"  # output f32 [S, hidden size of the decoder]
@@ -69,6 +69,10 @@ class VisionConfig:
     @property
     def patch_values(self) -> int:
         return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def has_full_layers(self) -> bool:
+        return not self.window or not set(self.full_layers).isdisjoint(range(self.num_layers))
 
     @property
     def head_dim(self) -> int:

@@ -39,11 +39,11 @@ def place_inputs(config: VisionConfig, grid: Grid) -> tuple[np.ndarray, dict[str
     positions = positions[:, tokens].reshape(3, -1)
     inputs = {
         POSITIONS: positions,
-        SEGMENT_ENDS: np.full(len(window_ends), num_patches, np.int32),
+        SEGMENT_ENDS: np.full(len(window_ends), num_patches, np.int32),  # of layers that attend to the whole image
         TOKEN_ROWS: places[:, None] * per_token + np.arange(per_token, dtype=np.int32),
     }
     if config.window:
-        inputs[WINDOW_ENDS] = window_ends * per_token
+        inputs[WINDOW_ENDS if config.has_full_layers else SEGMENT_ENDS] = window_ends * per_token
     if config.grid_size:
         sizes = rows * config.merge_size, columns * config.merge_size
         inputs |= _grid_inputs(positions[1:], sizes, config)

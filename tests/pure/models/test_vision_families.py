@@ -6,7 +6,7 @@ import pytest
 from engine.models.config_fields import ModelError
 from engine.models.families import read_model
 from engine.models.formats import FLOAT32
-from engine.models.vision import WINDOW_ENDS
+from engine.models.vision import SEGMENT_ENDS, WINDOW_ENDS
 from engine.models.vision_checkpoint import with_tower
 from engine.models.vision_inputs import tower_inputs
 from engine.models.weights import Shard
@@ -46,6 +46,18 @@ def test_a_tower_whose_layers_all_attend_to_the_whole_image_has_no_windows(full_
     assert vision.window == window
     inputs = tower_inputs(vision, np.zeros((36, vision.patch_values), np.float32), (1, 3, 3))
     assert (WINDOW_ENDS in inputs) == (window > 0)
+
+
+@pytest.mark.parametrize("full_layers", [[], [7, 15]])
+def test_a_tower_whose_layers_all_have_windows_has_one_kind_of_segments(full_layers):
+    config = config_of("qwen2_5_vl")
+    keys = {**config, "vision_config": {**config["vision_config"], "fullatt_block_indexes": full_layers}}
+    model = read_model(keys)
+    tower = model.networks(SHARD)["vision"]
+    inputs = tower_inputs(model.vision, np.zeros((36, model.vision.patch_values), np.float32), (1, 3, 3))
+    assert inputs.keys() == set(tower.inputs)
+    assert {layer.ends for layer in tower.layers} == {SEGMENT_ENDS}
+    assert inputs[SEGMENT_ENDS].tolist() == [16, 24, 32, 36]
 
 
 def test_the_layer_that_drafts_reads_text_alone():
