@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from engine.images.processor import ImageError
 
@@ -42,6 +42,8 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
             return _decoded(data, kind, max_pixels)
     except (ImageError, MemoryError):
         raise
+    except UnidentifiedImageError:  # its text has the address of an object
+        raise ImageError(f"is no valid {kind} file: its header cannot be read") from None
     except Exception as error:  # Pillow and its codecs raise many types
         raise ImageError(f"is no valid {kind} file: {str(error)[:200] or type(error).__name__}") from None
 
