@@ -6,13 +6,14 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Family, kind, description, labels, value and suffix: engine.serving.metrics.Sample as the wire has it
+Sample = tuple[str, str, str, Sequence[tuple[str, str]], float, str]
 
 
-def as_text(samples: Iterable[Any]) -> str:
+def as_text(samples: Iterable[Sample]) -> str:
     """Return the metrics page.
 
     `samples` are those of engine/serving/metrics.py, in which the samples of a family are adjacent.

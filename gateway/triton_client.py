@@ -174,7 +174,7 @@ def _read(response: bytes) -> wire.Answer:
         raise ModelLost(error.text) from None
 
 
-async def _read_to_end(responses: AsyncIterator[Any]) -> None:
+async def _read_to_end(responses: AsyncIterator[object]) -> None:
     """Wait until the stream ends by itself: cancelling it now could race with its end inside Triton."""
     with contextlib.suppress(asyncio.TimeoutError, RequestError):
         async with timeout(END_TIMEOUT_S):

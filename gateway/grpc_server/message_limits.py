@@ -24,7 +24,7 @@ RESPONSE_EXTRA = 64  # bytes of window updates that come for a response
 class IncomingMessages:
     """Incoming messages of one gRPC call."""
 
-    def __init__(self, context: Any, connection: _ClientConnection):
+    def __init__(self, context: grpc.aio.ServicerContext, connection: _ClientConnection):
         self.refusal: Overloaded | None = None
         self.is_in_use = False  # it has running requests
         self.is_waiting = False  # for a message: only then gRPC buffers more of it than one window
@@ -96,7 +96,7 @@ class IncompleteMessageLimiter:
         self._connections: dict[Peer, _ClientConnection] = {}
 
     @contextlib.contextmanager
-    def incoming(self, context: Any) -> Iterator[IncomingMessages]:
+    def incoming(self, context: grpc.aio.ServicerContext) -> Iterator[IncomingMessages]:
         """Yield the messages of a call and account for them."""
         connection = self._connections.setdefault(grpc_peer(context.peer()), _ClientConnection())
         connection.num_known += MESSAGE_EXTRA

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
 
 import grpc
 import msgspec
@@ -23,7 +22,7 @@ from gateway.replicas.served import read_poll, write
 from gateway.triton_connections import TritonConnections
 
 MESSAGE_TIMEOUT_S = 10.0  # longest wait for the message of a call
-Respond = Callable[[IncomingMessages, Any], Awaitable[None]]
+Respond = Callable[[IncomingMessages, grpc.aio.ServicerContext], Awaitable[None]]
 
 
 class ReplicaMethods:
@@ -33,12 +32,12 @@ class ReplicaMethods:
         self._replicas, self._connections = replicas, connections
         self.methods: dict[str, Respond] = {POLL: self._poll, INFER: self._infer}
 
-    def is_replica(self, metadata: Any) -> bool:
+    def is_replica(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         """Return whether the caller has the same API keys as this server."""
         given = next((value for name, value in metadata if name == TOKEN), "")
         return isinstance(given, str) and hmac.compare_digest(given.encode(), self._replicas.token.encode())
 
-    async def _poll(self, incoming: IncomingMessages, context: Any) -> None:
+    async def _poll(self, incoming: IncomingMessages, context: grpc.aio.ServicerContext) -> None:
         message = await incoming.next(MESSAGE_TIMEOUT_S) or b""  # EOF is falsy
         try:
             poll = read_poll(message)
@@ -46,7 +45,7 @@ class ReplicaMethods:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message is no poll of this version")
         await context.write(write(await self._replicas.summary(poll)))
 
-    async def _infer(self, incoming: IncomingMessages, context: Any) -> None:
+    async def _infer(self, incoming: IncomingMessages, context: grpc.aio.ServicerContext) -> None:
         message = await incoming.next(MESSAGE_TIMEOUT_S) or b""
         incoming.is_in_use = True
         with contextlib.suppress(InvalidInferRequest, RequestError):  # the model refuses it

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -77,7 +77,7 @@ OPTIONS = [  # gRPC itself limits metadata to 16 KiB
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_STREAMS),
     ("grpc.server_max_unrequested_time_in_server", PENDING_TIMEOUT_S),
 ]
-Respond = Callable[[Any, Any], Awaitable[None]]
+Respond = Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]
 
 
 class GrpcServer(grpc.GenericRpcHandler):
@@ -146,7 +146,7 @@ class GrpcServer(grpc.GenericRpcHandler):
             return grpc.stream_stream_rpc_method_handler(self._forwarding(method))
         return _refusing(grpc.StatusCode.UNIMPLEMENTED, "this server does not have this method")
 
-    def _owner(self, metadata: Any) -> Owner | None:
+    def _owner(self, metadata: Iterable[tuple[str, str | bytes]]) -> Owner | None:
         """Return the owner of the API key, or None if a required key is missing or wrong."""
         if not self._owners:
             return Owner()
@@ -155,11 +155,11 @@ class GrpcServer(grpc.GenericRpcHandler):
             return authenticate(given if isinstance(given, str) else "", self._owners)
         return None
 
-    async def _infer(self, _: Any, context: Any) -> None:
+    async def _infer(self, _: Any, context: grpc.aio.ServicerContext) -> None:
         with self._limiter.incoming(context) as incoming:
             await self._serve(context, incoming)
 
-    async def _serve(self, context: Any, incoming: IncomingMessages) -> None:
+    async def _serve(self, context: grpc.aio.ServicerContext, incoming: IncomingMessages) -> None:
         owner = self._owner(context.invocation_metadata()) or Owner()
         stream, started = InferStream(self._shared, context, incoming, owner), time.monotonic()
         self._streams.add(stream)
@@ -175,14 +175,14 @@ class GrpcServer(grpc.GenericRpcHandler):
                 stream.num_responses,
             )
 
-    def _for_replica(self, respond: Callable[[IncomingMessages, Any], Awaitable[None]]) -> Respond:
-        async def limited(_: Any, context: Any) -> None:
+    def _for_replica(self, respond: Callable[[IncomingMessages, grpc.aio.ServicerContext], Awaitable[None]]) -> Respond:
+        async def limited(_: Any, context: grpc.aio.ServicerContext) -> None:
             with self._limiter.incoming(context) as incoming:
                 await respond(incoming, context)
 
         return limited
 
-    async def _reflect(self, _: Any, context: Any) -> None:
+    async def _reflect(self, _: Any, context: grpc.aio.ServicerContext) -> None:
         from gateway.grpc_server import reflection  # imported late because few clients use it
 
         with self._limiter.incoming(context) as incoming:
@@ -195,7 +195,7 @@ class GrpcServer(grpc.GenericRpcHandler):
     def _forwarding(self, method: str) -> Respond:
         kind = FORWARDED[method]
 
-        async def respond(_: Any, context: Any) -> None:
+        async def respond(_: Any, context: grpc.aio.ServicerContext) -> None:
             timeout_s = min(context.time_remaining() or FORWARD_TIMEOUT_S, FORWARD_TIMEOUT_S)
             message = b""
             if kind is not None:  # otherwise the message is not read
@@ -214,7 +214,7 @@ class GrpcServer(grpc.GenericRpcHandler):
 
 
 def _refusing(code: grpc.StatusCode, text: str) -> grpc.RpcMethodHandler:
-    async def refuse(_: Any, context: Any) -> None:
+    async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
         await context.abort(code, text)
 
     return grpc.stream_stream_rpc_method_handler(refuse)  # a stream handler does not wait for a message

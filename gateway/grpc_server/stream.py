@@ -52,7 +52,7 @@ class InferStream:
     """One ModelStreamInfer call of a client, with its running requests."""
 
     shared: StreamContext
-    context: Any  # gRPC's ServicerContext
+    context: grpc.aio.ServicerContext
     incoming: IncomingMessages
     owner: wire.Owner  # owner of the API key
     num_requests: int = 0

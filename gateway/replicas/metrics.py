@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+from gateway.metrics import Sample
 from gateway.replicas.replica_set import ReplicaSet
 
 LOCAL = "local"  # label of this server
@@ -16,8 +16,8 @@ FAMILIES = (
 )
 
 
-def samples(replicas: ReplicaSet) -> Iterator[tuple[Any, ...]]:
-    """Yield family, kind, description, labels, value and suffix of each sample."""
+def samples(replicas: ReplicaSet) -> Iterator[Sample]:
+    """Yield a sample of each family and replica."""
     values = [
         (
             LOCAL if each is replicas.local else each.name,
