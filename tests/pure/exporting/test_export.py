@@ -12,15 +12,30 @@ import pytest
 from engine.core.cache_groups import CacheGroup
 from engine.dtypes import as_f32, from_bf16
 from engine.exporting.__main__ import main
-from engine.exporting.export import ExportOptions, export
+from engine.exporting.export import ExportOptions, export, plan_of
 from engine.exporting.manifest import GRAPH_VERSION, Manifest, is_exported
 from engine.graph import load, read_graph
 from engine.models.checkpoint import Checkpoint, open_tensors
 from engine.models.config_fields import ModelError
 from engine.models.fp8 import fp8_bytes
 from tests.checkpoints import COMMON, FAMILIES, make_checkpoint, random_tensors, write_shards, write_tensors
+from tests.family_checkpoints import config_of
 
 COPIED = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+
+
+def test_the_length_of_the_export_selects_the_factors_of_longrope(tmp_path):
+    """The overrides are those of docs/models.md."""
+    (tmp_path / "config.json").write_text(json.dumps(config_of("phi3_long")))
+    angles = {}
+    for length in (64, 65, 1024):
+        overrides = json.dumps({"infer_model_max_seq_len": length})
+        options = ExportOptions(load_format="dummy", hf_overrides=overrides)
+        plan = plan_of(tmp_path, options, lambda message: None)
+        assert plan.manifest.max_seq_len == length
+        angles[length] = plan.model.rope.inv_freq[1] * 10000 ** (2 / 12)
+    assert angles[64] == pytest.approx(1 / 1.1)
+    assert angles[65] == angles[1024] == pytest.approx(1 / 2.0)
 
 
 def tensors_of(family: str) -> dict[str, np.ndarray]:
