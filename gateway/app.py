@@ -183,6 +183,8 @@ def _protocols_of(path: str) -> Sequence[ClientProtocol]:
         return speaking
     if protocol := ERROR_PROTOCOLS.get(path):
         return [protocol]
+    if path.startswith("/v1/messages/"):  # such as batches, which are not served
+        return [ANTHROPIC]
     return [TRITON] if f"{path}/".startswith(PREFIX) else [NATIVE, OPENAI]
 
 

@@ -312,3 +312,12 @@ def test_tokens_are_counted_of_the_chat_that_would_be_asked():
     [question] = [body["tokenize"] for body in backend.bodies]
     assert [each["role"] for each in question["messages"]] == ["system", "user"]
     assert question["tools"][0]["function"]["name"] == "weather"
+
+
+def test_a_path_that_is_not_served_is_refused_in_the_form_of_the_api():
+    import anthropic  # late, as it takes a second of every test worker
+
+    with running(FakeBackend()) as gateway, a_client(gateway) as client:
+        with pytest.raises(anthropic.NotFoundError, match="no such path") as caught:
+            client.messages.batches.list()
+        assert caught.value.body["error"]["type"] == "not_found_error" and caught.value.body["type"] == "error"
