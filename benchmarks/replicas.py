@@ -1,136 +1,61 @@
 """Replicas under load while they are killed and cut off: lost and wrong answers, pauses, prefix hits, added latency.
 
     python -m benchmarks.replicas --kills 10 --cuts 4
+    python -m benchmarks.replicas --kills 0 --cuts 0 --only throughput front_ends identical
 
 As root, each server has a network namespace of its own, with a link of 1 Gbit/s to a bridge. Without namespaces the
 servers share the loopback interface and links are not cut. A server without replicas is the reference for right
 answers, prefix hits and latency. Clients ask a random front end, and resume at another one when their connection is
 lost. The exit status is 1 when an answer was lost or wrong. The last line is JSON.
+
+The parts of the report (`--only` chooses some of them):
+
+latency: times to the only token with and without replicas. The difference is what the router adds.
+hits: share of the prompt tokens that were cached, at the replicas and at one server.
+throughput: tokens per second of the replicas, and before that of the same servers without REPLICAS; and how many tokens
+    the replica with the most load computed, divided by the mean.
+front_ends: two front ends without a model are killed in turn. Lost and wrong answers, and tokens computed again.
+identical: tool calls with log-probabilities and two choices are streamed while replicas are killed.
+storm: lost and wrong answers and pauses while servers are killed and links are cut.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from benchmarks.network import Network
-from benchmarks.server import Server
+from benchmarks.replica_clients import Choices, Clients, Machine
 
-NUM_TOKENS, GIVE_UP_S = 300, 60.0
-DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
-
-
-class Machine(Server):
-    """A server with an address of its own, which can be killed as by a loss of power."""
-
-    def __init__(self, folder: Path, network: Network, number: int):
-        self.network, self.number, self.ip = network, number, network.address(number)
-        settings = {"SERVICE_HOST": self.ip, "CPU_THREADS": "1", "MODEL_DIR": str(DEMO_MODEL), "DRAIN_DELAY": "0"}
-        super().__init__(folder / str(number), {**settings, "DRAIN_TIMEOUT": "0", "START_TIMEOUT": "60"})
-        self.is_up = False
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.ip}:{self.ports['SERVICE_HTTP_PORT']}"
-
-    def run(self, name: str, *arguments: str) -> None:
-        command = [*self.network.enter(self.number), sys.executable, "-m", f"server_scripts.{name}", *arguments]
-        subprocess.run(command, env=self.env, check=True, stdout=sys.stderr)
-
-    def start(self) -> None:
-        for attempt in range(5):  # a start may fail on a machine that is so busy
-            try:
-                self.run("start")
-                self.is_up = True
-                return
-            except subprocess.CalledProcessError:
-                if attempt == 4:
-                    raise
-
-    def stop(self) -> None:
-        self.run("stop", "10")
-
-    def kill(self) -> None:
-        self.is_up = False
-        state = self.run_dir.read_state()
-        assert state
-        for process in (state.supervisor, *state.processes):  # the supervisor first, because it restarts the others
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-
-
-class Clients:
-    """Clients of all front ends, and what they have seen."""
-
-    def __init__(self, session: aiohttp.ClientSession, machines: Sequence[Machine], rng: random.Random):
-        self.session, self.machines, self.rng = session, machines, rng
-        self.num_right = self.num_resumed = 0
-        self.lost: list[str] = []
-        self.wrong: list[dict[str, Any]] = []
-        # Longest pause of each answer in seconds, of those whose client kept its front end and of the others
-        self.pauses: list[float] = []
-        self.pauses_of_resumed: list[float] = []
-
-    async def ask(self, machine: Machine, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the last line of an answer."""
-        body = {**body, "stream": True}
-        async with self.session.post(f"{machine.url}/v1/chat/completions", json=body) as response:
-            lines = [json.loads(line) async for line in response.content]
-        assert response.status == 200 and not lines[-1]["error_msg"], lines[-1]
-        return dict(lines[-1])
-
-    async def check(self, body: dict[str, Any], expected: list[int]) -> None:
-        """Ask until the answer is complete, and compare its tokens."""
-        tokens: list[int] = []
-        body = {**body, "req_id": uuid.uuid4().hex, "stream": True}
-        seen_at = began = time.monotonic()
-        pause, is_resumed = 0.0, False
-        while True:
-            machine = self.rng.choice([each for each in self.machines if each.is_up])
-            with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
-                async for line in self._lines(machine, {**body, "resume_from": len(tokens)} if tokens else body):
-                    now = time.monotonic()
-                    pause, seen_at = max(pause, now - seen_at), now
-                    if line["error_msg"]:
-                        break
-                    tokens += line["token_ids"]
-                    if line["is_end"]:
-                        (self.pauses_of_resumed if is_resumed else self.pauses).append(pause)
-                        self.num_right += tokens == expected
-                        self.wrong += [body] if tokens != expected else []
-                        return
-            self.num_resumed, is_resumed = self.num_resumed + 1, True
-            if time.monotonic() - max(seen_at, began) > GIVE_UP_S:
-                self.lost.append(body["req_id"])
-                return
-            await asyncio.sleep(0.1)
-
-    async def _lines(self, machine: Machine, body: dict[str, Any]) -> Any:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=2, sock_read=3)  # a front end that is cut off is left
-        async with self.session.post(f"{machine.url}/v1/chat/completions", json=body, timeout=timeout) as response:
-            async for line in response.content:
-                yield json.loads(line)
+NUM_TOKENS = 300
+PARTS = ("latency", "hits", "throughput", "front_ends", "identical", "storm")
+INTEGERS = {"type": "array", "items": {"type": "integer"}, "minItems": 200}
+PARAMETERS = {"type": "object", "properties": {"numbers": INTEGERS}, "required": ["numbers"]}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add numbers.", "parameters": PARAMETERS}}
 
 
 def cases(rng: random.Random, count: int) -> list[dict[str, Any]]:
-    """Return requests with long answers, greedy and seeded."""
-    common = {"min_dec_len": NUM_TOKENS, "max_dec_len": NUM_TOKENS}
-    sampled = ({"temperature": 0}, {"temperature": 3.0, "seed": 5})
-    return [{**common, **sampled[i % 2], "text": f"Tell me about {rng.randint(0, 999)}."} for i in range(count)]
+    """Return requests with long answers: greedy, seeded, with two choices, log-probabilities and a grammar."""
+    long = {"min_dec_len": NUM_TOKENS}
+    kinds: tuple[dict[str, Any], ...] = (
+        {**long, "temperature": 0},
+        {**long, "temperature": 3.0, "seed": 5},
+        {**long, "temperature": 3.0, "seed": 7, "n": 2, "logprobs": 2},
+        {"temperature": 2.0, "seed": 8, "guided_regex": "([a-z]+ ){60,}", "logprobs": 0},
+    )
+    common = {"max_dec_len": NUM_TOKENS}
+    return [{**common, **kinds[i % 4], "text": f"Tell me about {rng.randint(0, 999)}."} for i in range(count)]
 
 
 async def disturb(clients: Clients, network: Network, args: argparse.Namespace) -> None:
@@ -154,8 +79,24 @@ async def disturb(clients: Clients, network: Network, args: argparse.Namespace) 
 async def storm(clients: Clients, single: Machine, network: Network, args: argparse.Namespace) -> dict[str, Any]:
     """Return what the clients have seen during the disturbances."""
     asked = cases(clients.rng, args.cases)
-    expected = [(await clients.ask(single, body))["tokens_all_ids"] for body in asked]
-    disturbing = asyncio.create_task(disturb(clients, network, args))
+    expected = [await clients.answer(single, body) for body in asked]
+    await under_load(clients, asked, expected, disturb(clients, network, args), args)
+    return {
+        **{"right": clients.num_right, "lost": len(clients.lost), "wrong": len(clients.wrong)},
+        **{"resumed_by_clients": clients.num_resumed, "longest_pause_s": max(clients.pauses)},
+        "longest_pause_of_resumed_s": max(clients.pauses_of_resumed, default=0.0),
+    }
+
+
+async def under_load(
+    clients: Clients,
+    asked: Sequence[dict[str, Any]],
+    expected: Sequence[Choices],
+    disturbance: Coroutine[Any, Any, None],
+    args: argparse.Namespace,
+) -> None:
+    """Let clients ask until the disturbance has ended, and check all answers."""
+    disturbing = asyncio.create_task(disturbance)
 
     async def client() -> None:
         while not disturbing.done():
@@ -164,11 +105,103 @@ async def storm(clients: Clients, single: Machine, network: Network, args: argpa
             await asyncio.sleep(clients.rng.uniform(0, args.think_s))
 
     await asyncio.gather(disturbing, *(client() for _ in range(args.streams)))
+
+
+async def lost_front_ends(
+    clients: Clients, machines: Sequence[Machine], fronts: Sequence[Machine], single: Machine, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Kill front ends without a model in turn. Return how many of the tokens were not computed again by the replicas
+    when clients resumed at the other front end."""
+    own = Clients(clients.session, fronts, clients.rng)
+    asked = cases(clients.rng, args.cases)
+    expected = [await clients.answer(single, body) for body in asked]
+    before = [await each.counters(clients.session) for each in machines]
+
+    async def kill_fronts() -> None:
+        for i in range(args.front_end_kills):
+            await asyncio.sleep(clients.rng.uniform(1, 2))
+            front = fronts[i % len(fronts)]
+            front.kill()
+            await asyncio.to_thread(front.start)
+
+    await under_load(own, asked, expected, kill_fronts(), args)
+    after = [await each.counters(clients.session) for each in machines]
+    pairs = zip(before, after, strict=True)
+    num_generated = sum(now.num_generated_tokens - then.num_generated_tokens for then, now in pairs)
     return {
-        **{"right": clients.num_right, "lost": len(clients.lost), "wrong": len(clients.wrong)},
-        **{"resumed_by_clients": clients.num_resumed, "longest_pause_s": max(clients.pauses)},
-        "longest_pause_of_resumed_s": max(clients.pauses_of_resumed, default=0.0),
+        **{"right": own.num_right, "lost": len(own.lost), "wrong": len(own.wrong), "resumed": own.num_resumed},
+        **{"generated_tokens": num_generated, "received_tokens": own.num_tokens},
+        "share_not_computed_again": 1 - max(0.0, num_generated - own.num_tokens) / own.num_tokens,
     }
+
+
+async def tool_calls(clients: Clients, machine: Machine, number: int) -> Any:
+    """Return the text, tool calls and log-probabilities of an OpenAI stream with two choices."""
+    body = {
+        **{"model": "default", "messages": [{"role": "user", "content": f"Add the first {number} numbers."}]},
+        **{"tools": [TOOL], "tool_choice": "required", "n": 2, "logprobs": True, "top_logprobs": 2},
+        **{"temperature": 1.0, "seed": number, "max_tokens": NUM_TOKENS, "stream": True},
+    }
+    choices: list[dict[str, Any]] = [{"text": "", "logprobs": [], "finish_reason": None} for _ in range(2)]
+    async with clients.session.post(f"{machine.url}/v1/chat/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[len("data: ") :])
+            assert "error" not in event, event
+            for each in event["choices"]:
+                choice, calls = choices[each["index"]], each["delta"].get("tool_calls") or [{}]
+                choice["text"] += each["delta"].get("content") or ""
+                for call in calls:
+                    function = call.get("function", {})
+                    choice["text"] += function.get("name", "") + function.get("arguments", "")
+                choice["logprobs"] += (each.get("logprobs") or {}).get("content") or []
+                choice["finish_reason"] = each["finish_reason"] or choice["finish_reason"]
+    assert all(choice["finish_reason"] for choice in choices)
+    return json.dumps(choices)
+
+
+async def identical(clients: Clients, machines: Sequence[Machine], args: argparse.Namespace) -> dict[str, Any]:
+    """Kill replicas, but not the front end that is asked, while tool calls are streamed. Return how many streams had
+    the same bytes as without a loss, and how many requests were sent to another replica."""
+    front, *others = machines
+    numbers = range(args.streams)
+    expected = await asyncio.gather(*(tool_calls(clients, front, number) for number in numbers))
+    num_lost, num_equal, num_streams = (await front.counters(clients.session)).num_lost, 0, 0
+    for i in range(args.tool_kills):
+        streams = [asyncio.create_task(tool_calls(clients, front, number)) for number in numbers]
+        await asyncio.sleep(clients.rng.uniform(0.3, 0.8))
+        killed = others[i % len(others)]
+        killed.kill()
+        found = await asyncio.gather(*streams)
+        num_equal += sum(text == whole for text, whole in zip(found, expected, strict=True))
+        num_streams += len(found)
+        await asyncio.to_thread(killed.start)
+        await asyncio.sleep(2)  # until it is known again
+    num_lost = (await front.counters(clients.session)).num_lost - num_lost
+    return {"equal": num_equal, "different": num_streams - num_equal, "sent_to_another_replica": num_lost}
+
+
+async def throughput(clients: Clients, machines: Sequence[Machine], num_requests: int) -> dict[str, Any]:
+    """Return tokens of answers per second of new prompts at all front ends in turn, and how even the load was."""
+    before, left = [await each.counters(clients.session) for each in machines], list(range(num_requests))
+    salt, num_tokens, began = random.random(), 0, time.perf_counter()
+
+    async def client() -> None:
+        nonlocal num_tokens
+        while left:
+            number = left.pop()
+            text = f"{number} of {salt}: please tell me a story about it. " * 8
+            body = {"text": text, "min_dec_len": 64, "max_dec_len": 64, "temperature": 0}
+            last = await clients.ask(machines[number % len(machines)], body)
+            num_tokens += len(last["tokens_all_ids"])
+
+    await asyncio.gather(*(client() for _ in range(4 * len(machines))))
+    rate = num_tokens / (time.perf_counter() - began)
+    after = [await each.counters(clients.session) for each in machines]
+    loads = [now.num_computed - then.num_computed for then, now in zip(before, after, strict=True)]
+    return {"tokens_per_s": rate, "load_max_over_mean": max(loads) / statistics.mean(loads)}
 
 
 async def prefix_hits(clients: Clients, machines: Sequence[Machine], num_requests: int) -> dict[str, Any]:
@@ -205,45 +238,86 @@ async def latency(clients: Clients, first: Machine, single: Machine, text: str, 
     return {**found, **{f"added_p{p}_ms": cuts["replicas"][p - 1] - cuts["single"][p - 1] for p in (50, 99)}}
 
 
-async def measure(machines: Sequence[Machine], single: Machine, network: Network, args: argparse.Namespace) -> Any:
-    """Run all measurements and return the report."""
+async def measure(
+    machines: Sequence[Machine], fronts: Sequence[Machine], single: Machine, network: Network, args: argparse.Namespace
+) -> Any:
+    """Run the measurements and return the report."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
         clients = Clients(session, machines, random.Random(args.seed))
         await asyncio.sleep(2)  # until the replicas know each other
         report: dict[str, Any] = {}
-        for i in range(len(machines)):  # prompts of which each may belong to another server
-            text = f"{i} is the number of this long prompt. " * 40
-            report[f"latency_long_{i}"] = await latency(clients, machines[0], single, text, args.requests // 3)
-        report["latency_short"] = await latency(clients, machines[0], single, "Hi", args.requests // 3)
-        report["hits_single"] = await prefix_hits(clients, [single], args.requests)
-        report["hits_replicas"] = await prefix_hits(clients, machines, args.requests)
+        if "latency" in args.only:
+            for i in range(len(machines)):  # prompts of which each may belong to another server
+                text = f"{i} is the number of this long prompt. " * 40
+                report[f"latency_long_{i}"] = await latency(clients, machines[0], single, text, args.requests // 3)
+            report["latency_short"] = await latency(clients, machines[0], single, "Hi", args.requests // 3)
+        if "hits" in args.only:
+            report["hits_single"] = await prefix_hits(clients, [single], args.requests)
+            report["hits_replicas"] = await prefix_hits(clients, machines, args.requests)
+        if "throughput" in args.only:
+            report["throughput"] = await throughput(clients, machines, args.requests)
         print(json.dumps(report), file=sys.stderr, flush=True)
-        report["storm"] = await storm(clients, single, network, args)
+        if "front_ends" in args.only:
+            report["front_ends"] = await lost_front_ends(clients, machines, fronts, single, args)
+        if "identical" in args.only:
+            report["identical"] = await identical(clients, machines, args)
+        if "storm" in args.only:
+            report["storm"] = await storm(clients, single, network, args)
     return report
+
+
+async def measure_direct(machines: Sequence[Machine], num_requests: int) -> dict[str, Any]:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+        return await throughput(Clients(session, machines, random.Random(0)), machines, num_requests)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replicas", description=__doc__.splitlines()[0])
-    for name, default in {"replicas": 3, "streams": 16, "kills": 10, "cuts": 4, "cases": 16, "requests": 600}.items():
+    numbers = {"replicas": 3, "streams": 16, "kills": 10, "cuts": 4, "cases": 16, "requests": 600}
+    for name, default in {**numbers, "front-end-kills": 6, "tool-kills": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of the report; default: all")
     parser.add_argument("--think-s", type=float, default=1.0, help="longest pause of a client between two requests")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="replicas-") as folder, Network(args.replicas + 1) as network:
+    num_fronts = 2 if "front_ends" in args.only else 0
+    started: list[Machine] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="replicas-") as folder,
+        Network(args.replicas + 1 + num_fronts) as network,
+    ):
         *machines, single = [Machine(Path(folder), network, i) for i in range(args.replicas + 1)]
-        addresses = [f"{each.ip}:{each.ports['SERVICE_GRPC_PORT']}" for each in machines]
-        started = []
-        try:
-            for each in (*machines, single):
-                each.env |= {"REPLICAS": ",".join(addresses)} if each is not single else {}
+        replicas = {"REPLICAS": ",".join(f"{each.ip}:{each.ports['SERVICE_GRPC_PORT']}" for each in machines)}
+        front_end = {**replicas, "SPLITWISE_ROLE": "scheduler"}
+        fronts = [Machine(Path(folder), network, args.replicas + 1 + i, **front_end) for i in range(num_fronts)]
+
+        def start(*servers: Machine) -> None:
+            for each in servers:
                 each.start()
                 started.append(each)
-            report = asyncio.run(measure(machines, single, network, args))
+
+        def stop() -> None:
+            while started:
+                started.pop().stop()
+
+        direct: dict[str, Any] = {}
+        try:
+            if "throughput" in args.only:
+                start(*machines)
+                direct = asyncio.run(measure_direct(machines, args.requests))
+                stop()
+            for each in machines:
+                each.env |= replicas
+            start(*machines, single, *fronts)
+            report = asyncio.run(measure(machines, fronts, single, network, args))
         finally:
-            for each in started:
-                each.stop()
+            stop()
+    if direct:
+        report["throughput_direct"] = direct
+        report["throughput_ratio"] = report["throughput"]["tokens_per_s"] / direct["tokens_per_s"]
     print(json.dumps({**vars(args), "namespaces": network.has_links, **report}))
-    return int(bool(report["storm"]["lost"] or report["storm"]["wrong"]))
+    failed = sum(report.get(part, {}).get(kind, 0) for part in PARTS for kind in ("lost", "wrong", "different"))
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
