@@ -53,10 +53,11 @@ struct SumArgs {
   const float* scales = nullptr;  // [width], of columns of whole numbers, which are added to c; null: none
   int64_t columns = 0;            // of the columns those that are wanted, a multiple of 2 W; 0: all
   int64_t b_width = 0;            // of b, where that of c differs
+  const float* keep_columns = nullptr;  // [width], like `keep`, but of each column
 
-  SumArgs from_row(int64_t i) const {
+  [[gnu::always_inline]] SumArgs from_row(int64_t i) const {
     const float* later = keep ? keep + i : nullptr;
-    return {a + i * a_stride, a_stride, b, c + i * width, width, depth, later, units + i, scales, columns, b_width};
+    return {a + i * a_stride, a_stride, b, c + i * width, width, depth, later, units + i, scales, columns, b_width, keep_columns};
   }
 };
 
@@ -75,6 +76,7 @@ template <class F>
 inline void put_sums(const SumArgs<F>& s, int64_t i, int64_t column, typename Sums<F>::lanes sums) {
   float* c = s.c + i * s.width + column;
   const vec found = in_units(sums, s.units[i]);
+  if (s.keep_columns) return store(c, fma(load(c), load(s.keep_columns + column), found));
   store(c, s.keep ? fma(load(c), set1(s.keep[i]), found) : found);
 }
 

@@ -9,9 +9,17 @@
 
 namespace LLM_ISA {
 
-constexpr int64_t kPieceKeys = 128;   // rows of a segment whose keys and values lie in the L1 cache together
-constexpr int64_t kTileQueries = 96;  // rows that read all keys of their segment together
-constexpr int64_t kStripQueries = 12;  // of these, rows whose scores are in the L1 cache together
+// Queries are the lanes of vectors. Scores are sums over a head, with a row for each key, and the results are sums over
+// keys, with a row for each element of a head, so neither has lanes that are padding.
+#ifdef __AVX512F__
+constexpr int kStripVecs = 3, kStripRows = 8;  // of a tile of sums, in registers
+#else
+constexpr int kStripVecs = 2, kStripRows = 4;
+#endif
+constexpr int64_t kPieceKeys = 96;  // rows of a segment whose keys and values lie in the L1 cache together
+constexpr int64_t kStripQueries = kStripVecs * W;  // rows whose scores are in the L1 cache together
+constexpr int64_t kTileQueries = 96;  // whole strips of rows that read all keys of their segment together
+constexpr int64_t kRowsAhead = 12;  // that are prefetched: between the rows of a head lie those of the others
 
 // Up to kPieceKeys rows of a segment; and up to kTileQueries of them with the pieces of their segment.
 struct SegmentRows {
@@ -22,85 +30,64 @@ template <class Cache>
 struct SegmentArgs : LlmBidirectionalAttention {
   using F = typename Factor<Cache>::type;
   const SegmentRows *pieces, *tiles;
-  float* panels;  // keys and values of each piece and head, in the layout of products
+  float* panels;  // of each piece and head: keys, [kPieceKeys, query_width()], and values, [head_dim, kPieceKeys]
 
   int64_t query_width() const { return padded_dim<Cache>(head_dim); }
-  int64_t value_width() const { return round_up(head_dim, W); }
-  int64_t keys_size() const { return query_width() * kPieceKeys * static_cast<int64_t>(sizeof(F)) / 4; }
-  // The last row of values may be written beyond its end.
   int64_t panel_size() const {
-    return keys_size() + kPieceKeys * value_width() * static_cast<int64_t>(sizeof(F)) / 4 + W;
+    return round_up(kPieceKeys * (query_width() + head_dim) * static_cast<int64_t>(sizeof(F)) / 4, W);
   }
   float* panel(int64_t piece, int64_t head) const { return panels + (piece * num_heads + head) * panel_size(); }
   const float* part(int64_t t, int64_t which, int64_t head) const {
     return qkv + ((t * 3 + which) * num_heads + head) * head_dim;
   }
   const float* angles(int64_t t) const { return cos_sin + t * rotary_dim; }
+  void fetch(int64_t t, int64_t which, int64_t head) const {
+    for (int64_t d = 0; d < head_dim; d += 16) __builtin_prefetch(part(t, which, head) + d);
+  }
 };
 
-// Write the keys and values of a piece and a head as panels.
+// Write the keys of a piece and a head, and its values transposed, with zeros behind the last one.
 template <class Cache>
 void pack_piece(const SegmentArgs<Cache>& a, int64_t piece, int64_t head) {
   using F = typename Factor<Cache>::type;
+  constexpr bool is_rounded = Factor<Cache>::is_rounded;
   const SegmentRows rows = a.pieces[piece];
-  const int64_t width = a.query_width(), size = kPieceKeys * width;
-  auto* rotated = static_cast<float*>(llm_scratch(1, sizeof(float) * static_cast<size_t>(2 * size + width)));
-  auto* keys = reinterpret_cast<Cache*>(rotated + width);
-  Cache* values = keys + size;
-  for (int64_t i = 0; i < rows.count; i++) {
-    const int64_t t = rows.first + i;
+  const int64_t width = a.query_width();
+  auto* rotated = static_cast<float*>(llm_scratch(1, sizeof(float) * static_cast<size_t>(width)));
+  auto* keys = reinterpret_cast<F*>(a.panel(piece, head));
+  F* values = keys + kPieceKeys * width;
+  for (int64_t t = rows.first; t < rows.first + rows.count; t++, keys += width) {
+    a.fetch(t + kRowsAhead, 1, head), a.fetch(t, 2, head);
     rotate(a.part(t, 1, head), a.angles(t), rotated, a.head_dim, a.rotary_dim, 1.0f);
-    store_row(keys + i * width, rotated, a.head_dim);
-    store_row(values + i * width, a.part(t, 2, head), a.head_dim);
+    put_query(rotated, width, is_rounded, keys);
   }
-  auto rows_of = [&](const Cache* data) {
-    return CachedRows<Cache>{data, reinterpret_cast<const char*>(data), width, rows.count, true};
-  };
-  CachedRows<Cache> of_keys = rows_of(keys), of_values = rows_of(values);
-  float* panel = a.panel(piece, head);
-  turn_keys<F>(of_keys, width * static_cast<int64_t>(sizeof(Cache)) / 4, panel, kPieceKeys);
-  lay_values<F>(of_values, a.head_dim, panel + a.keys_size(), a.value_width());
+  for (int64_t i = 0; i < rows.count; i += W)
+    for_lanes(a.head_dim, [=](int64_t d, int n) {
+      vec square[W];
+      for (int64_t j = 0; j < W; j++)
+        square[j] = i + j < rows.count ? load_n(a.part(rows.first + i + j, 2, head) + d, n) : set1(0.0f);
+      transpose(square);
+      for (int64_t j = 0; j < n; j++)
+        put_query(reinterpret_cast<float*>(square + j), W, is_rounded, values + (d + j) * kPieceKeys + i);
+    });
 }
 
-// V vectors of columns from column j on, of all rows from `first` on.
-template <int M, int V, class F>
-inline void sum_columns(const SumArgs<F>& s, int64_t first, int64_t rows, int64_t j) {
-  for (; first + M <= rows; first += M) sum_tile<M, V>(s.from_row(first), j);
+// The sums of a strip, of M rows at a time.
+template <int M, class F>
+inline void sum_rows_of(const SumArgs<F>& s, int64_t rows) {
+  int64_t first = 0;
+  for (; first + M <= rows; first += M) sum_tile<M, kStripVecs>(s.from_row(first), 0);
   if constexpr (M > 1)
-    if (first < rows) sum_columns<M - 1, V>(s, first, rows, j);
+    if (first < rows) sum_rows_of<M - 1>(s.from_row(first), rows - first);
 }
 
-// The first `count` columns, rounded up to vectors. As many sums are in registers as there are for products.
-template <class F>
-inline void sum_strip_of(const SumArgs<F>& s, int64_t rows, int64_t count) {
-  const int64_t end = round_up(count, W);
-  for (int64_t j = 0; j < end;) {
-    const int64_t left = (end - j) / W;
-#ifdef __AVX512F__
-    if (left == 5) {
-      sum_columns<4, 5>(s, 0, rows, j), j += 5 * W;
-    } else if (left >= 4) {
-      sum_columns<6, 4>(s, 0, rows, j), j += 4 * W;
-    } else if (left == 3) {
-      sum_columns<6, 3>(s, 0, rows, j), j += 3 * W;
-    } else
-#endif
-    if (left >= 2) {
-      sum_columns<4, 2>(s, 0, rows, j), j += 2 * W;
-    } else {
-      sum_columns<4, 1>(s, 0, rows, j), j += W;
-    }
-  }
-}
-
-// 2^x for x <= 0, relative error < 3e-6; below 2^-120 it is that.
+// 2^x for x <= 0, relative error < 8e-5, which is little beside that of bf16; below 2^-120 it is that.
 inline vec exp2_of_negative(vec x) {
   const vec clamped = max(set1(-120.0f), x), shifted = clamped + kMagic, f = clamped - (shifted - kMagic);
-  vec y = set1(0.009570100f);
-  y = fma(y, f, set1(0.055917859f));
-  y = fma(y, f, set1(0.240247443f));
-  y = fma(y, f, set1(0.693121791f));
-  y = fma(y, f, set1(0.999999285f));
+  vec y = set1(0.05517157f);
+  y = fma(y, f, set1(0.24261114f));
+  y = fma(y, f, set1(0.69326101f));
+  y = fma(y, f, set1(0.99992807f));
   return (vec)((uint_vec)y + ((uint_vec)shifted << 23));
 }
 template <class Cache>
@@ -108,87 +95,117 @@ inline vec weight_of(vec below_largest) {
   return sizeof(Cache) == 2 ? exp2_of_negative(below_largest) : exp_of_negative(below_largest);
 }
 
-template <class F>
+// Sums and online softmax of kStripQueries rows.
 struct SegmentStrip {
-  F *query, *weights;                    // [rows, query_width], [rows, kPieceKeys]
-  float *scores, *sums;                  // [rows, kPieceKeys], [rows, value_width]
-  float *largest, *total, *keep, *units;  // [rows]: of the online softmax; `keep` rescales what came before
+  float *queries, *sums;  // in the layout of products, [query_width, kStripQueries]; [head_dim, kStripQueries]
+  vec largest[kStripVecs], total[kStripVecs];
 };
 
-// The online softmax of some rows over `count` keys: scores -> weights.
-template <class Cache, class F>
-inline void soften_strip(const SegmentStrip<F>& r, int64_t rows, int64_t count) {
-  for (int64_t row = 0; row < rows; row++) {
-    vec most = set1(-INFINITY);
-    const float* scores = r.scores + row * kPieceKeys;
-    for_lanes(count, [&](int64_t i, int n) { most = max(keep_first(load(scores + i), n, most), most); });
-    r.keep[row] = largest(most);
+// Write the weights of a key and the next one in the layout of products, and add them to `total`.
+inline void put_pair(float* to, vec first, vec second, vec& total, float) {
+  store(to, first), store(to + kStripQueries, second);
+  total += first + second;
+}
+#ifdef __AVX512BF16__
+inline void put_pair(float* to, vec first, vec second, vec& total, uint16_t) {
+  halves order;
+  for (int i = 0; i < 2 * W; i++) order[i] = static_cast<int16_t>(i / 2 + i % 2 * W);
+  const auto both = (halves)_mm512_cvtne2ps_pbh(second, first);  // which are no denormal numbers
+  const auto pairs = (bf16_vec)__builtin_shuffle(both, order);
+  store(to, (vec)pairs);
+  total = dot_bf16(pairs, (bf16_vec)_mm512_set1_epi16(0x3f80), total);
+}
+#endif
+
+// The online softmax of a strip over `count` keys: scores -> weights, in place. `keep` rescales what came before.
+template <class Cache>
+inline void soften_strip(SegmentStrip& r, float* scores, int64_t count, float* keep) {
+  using F = typename Factor<Cache>::type;
+  vec most[kStripVecs];
+  for (int v = 0; v < kStripVecs; v++) most[v] = r.largest[v];
+  for (int64_t i = 0; i < count; i++)
+    for (int v = 0; v < kStripVecs; v++) most[v] = max(load(scores + i * kStripQueries + v * W), most[v]);
+  for (int v = 0; v < kStripVecs; v++) {
+    const vec kept = weight_of<Cache>(r.largest[v] - most[v]);
+    r.largest[v] = most[v], r.total[v] *= kept;
+    store(keep + v * W, kept);
   }
-  for_lanes(rows, [&](int64_t i, int n) {
-    const vec before = load_n(r.largest + i, n), now = max(load_n(r.keep + i, n), before);
-    store_n(r.keep + i, weight_of<Cache>(before - now), n);
-    store_n(r.largest + i, now, n);
-  });
-  for (int64_t row = 0; row < rows; row++) {
-    const int64_t at = row * kPieceKeys;
-    const vec most = set1(r.largest[row]);
-    Weighed all;
-    auto weigh = [&](int64_t i, int64_t n) {
-      vec first = weight_of<Cache>(load(r.scores + at + i) - most);
-      vec second = weight_of<Cache>(load(r.scores + at + i + W) - most);
-      if (n < 2 * W) {
-        first = keep_first(first, static_cast<int>(n), set1(0.0f));
-        second = keep_first(second, static_cast<int>(n - W), set1(0.0f));
-      }
-      put_weights<Cache>(r.weights + at + i, first, second, all);
-    };
-    int64_t i = 0;
-    for (; i + 2 * W <= count; i += 2 * W) weigh(i, 2 * W);
-    if (i < count) weigh(i, count - i);
-    r.total[row] = r.total[row] * r.keep[row] + sum(all.total);
+  for (int64_t i = 0; i < count; i += 2)
+    for (int v = 0; v < kStripVecs; v++) {
+      const float* from = scores + i * kStripQueries + v * W;
+      float* to = scores + i * kStripQueries * static_cast<int64_t>(sizeof(F)) / 4 + v * W;
+      vec first = weight_of<Cache>(load(from) - most[v]), second = set1(0.0f);
+      if (i + 1 < count) second = weight_of<Cache>(load(from + kStripQueries) - most[v]);
+      if (sizeof(Cache) < sizeof(F)) first = round_to_bf16(first), second = round_to_bf16(second);
+      put_pair(to, first, second, r.total[v], F());
+    }
+}
+
+// Write the queries of up to kStripQueries rows in the layout of products. `memory` has room for them in two more.
+template <class Cache>
+void begin_strip(const SegmentArgs<Cache>& a, const SegmentRows& strip, int64_t head, SegmentStrip& r, float* memory) {
+  const int64_t width = a.query_width();
+  const float scale = sizeof(Cache) == 2 ? a.scale * 1.44269504f : a.scale;
+  float* rotated = memory + kStripQueries * width;
+  auto* rows = reinterpret_cast<Cache*>(memory);
+  for (int64_t i = 0; i < strip.count; i++) {
+    const int64_t t = strip.first + i;
+    a.fetch(t + kRowsAhead, 0, head);
+    rotate(a.part(t, 0, head), a.angles(t), rotated, a.head_dim, a.rotary_dim, scale);
+    store_row(rows + i * width, rotated, width);
   }
+  CachedRows<Cache> queries = {rows, reinterpret_cast<const char*>(rows), width, strip.count, true};
+  turn_keys<typename Factor<Cache>::type>(queries, width * static_cast<int64_t>(sizeof(Cache)) / 4, r.queries,
+                                          kStripQueries);
+  memset(r.sums, 0, sizeof(float) * static_cast<size_t>(round_up(a.head_dim, W) * kStripQueries));
+  for (int v = 0; v < kStripVecs; v++) r.largest[v] = set1(-INFINITY), r.total[v] = set1(0.0f);
+}
+
+template <class Cache>
+void write_strip(const SegmentArgs<Cache>& a, const SegmentRows& strip, int64_t head, const SegmentStrip& r) {
+  for (int64_t i = 0; i < strip.count; i += W)
+    for_lanes(a.head_dim, [&](int64_t d, int n) {
+      vec square[W];
+      for (int64_t j = 0; j < W; j++) square[j] = load(r.sums + (d + j) * kStripQueries + i) / r.total[i / W];
+      transpose(square);
+      for (int64_t j = 0; j < min(W, strip.count - i); j++)
+        store_n(a.out + ((strip.first + i + j) * a.num_heads + head) * a.head_dim + d, square[j], n);
+    });
 }
 
 // The rows of a tile of one head.
 template <class Cache>
 void attend_to_segment(const SegmentArgs<Cache>& a, int64_t tile, int64_t head) {
   using F = typename Factor<Cache>::type;
+  constexpr int64_t S = kStripQueries;
   const SegmentRows rows = a.tiles[tile];
-  const int64_t width = a.query_width(), value_width = a.value_width();
-  const int64_t sizes[] = {kTileQueries * width + W, kStripQueries * kPieceKeys, kStripQueries * kPieceKeys,
-                           kTileQueries * value_width, kTileQueries + W, kTileQueries + W, kTileQueries + W, width + W};
-  int64_t size = 0;
-  for (const int64_t each : sizes) size += round_up(each, 16);
-  auto* memory = static_cast<float*>(llm_scratch(1, sizeof(float) * static_cast<size_t>(size)));
-  float* parts[8];
-  for (int i = 0; i < 8; i++) parts[i] = memory, memory += round_up(sizes[i], 16);
-  SegmentStrip<F> all = {reinterpret_cast<F*>(parts[0]), reinterpret_cast<F*>(parts[1]), parts[2], parts[3],
-                         parts[4], parts[5], parts[6], parts[6]};
-  const float scale = sizeof(Cache) == 2 ? a.scale * 1.44269504f : a.scale;
-  for (int64_t i = 0; i < rows.count; i++) {
-    rotate(a.part(rows.first + i, 0, head), a.angles(rows.first + i), parts[7], a.head_dim, a.rotary_dim, scale);
-    put_query(parts[7], a.head_dim, Factor<Cache>::is_rounded, all.query + i * width);
-    all.largest[i] = -INFINITY, all.total[i] = 0.0f;
+  const int64_t width = a.query_width(), num_strips = (rows.count + S - 1) / S;
+  const int64_t strip_size = (width + round_up(a.head_dim, W)) * S, size = (kPieceKeys + 1 + 2 * width) * S;
+  auto* scores = static_cast<float*>(
+      llm_scratch(1, sizeof(float) * static_cast<size_t>(num_strips * strip_size + size)));
+  float *keep = scores + kPieceKeys * S, *memory = keep + S;
+  SegmentStrip strips[kTileQueries / S];
+  auto rows_of = [&](int64_t i) {
+    const auto count = static_cast<int32_t>(min(S, rows.count - i * S));
+    return SegmentRows{rows.first + static_cast<int32_t>(i * S), count, 0, 0};
+  };
+  for (int64_t i = 0; i < num_strips; i++) {
+    strips[i].queries = scores + size + i * strip_size, strips[i].sums = strips[i].queries + width * S;
+    begin_strip(a, rows_of(i), head, strips[i], memory);
   }
-  memset(all.sums, 0, sizeof(float) * static_cast<size_t>(rows.count * value_width));
   for (int64_t piece = rows.first_piece; piece < rows.end_of_pieces; piece++) {
     const int64_t count = a.pieces[piece].count;
-    const float *keys = a.panel(piece, head), *values = keys + a.keys_size();
-    for (int64_t first = 0; first < rows.count; first += kStripQueries) {
-      const int64_t some = min(kStripQueries, rows.count - first);
-      const SegmentStrip<F> r = {all.query + first * width, all.weights, all.scores, all.sums + first * value_width,
-                                 all.largest + first, all.total + first, all.keep + first, all.units};
-      sum_strip_of(SumArgs<F>{r.query, width, keys, r.scores, kPieceKeys, width, nullptr, r.units}, some, count);
-      soften_strip<Cache>(r, some, count);
-      sum_strip_of(SumArgs<F>{r.weights, kPieceKeys, values, r.sums, value_width, count, r.keep, r.units}, some,
-                   value_width);
+    const auto* keys = reinterpret_cast<const F*>(a.panel(piece, head));
+    for (int64_t i = 0; i < num_strips; i++) {
+      SegmentStrip& r = strips[i];
+      sum_rows_of<kStripRows>(SumArgs<F>{keys, width, r.queries, scores, S, width, nullptr, scores}, count);
+      soften_strip<Cache>(r, scores, count, keep);
+      SumArgs<F> sums = {keys + kPieceKeys * width, kPieceKeys, scores, r.sums, S, round_up(count, 2), nullptr, scores};
+      sums.keep_columns = keep;
+      sum_rows_of<kStripRows>(sums, a.head_dim);
     }
   }
-  for (int64_t i = 0; i < rows.count; i++) {
-    float* out = a.out + ((rows.first + i) * a.num_heads + head) * a.head_dim;
-    const float *sums = all.sums + i * value_width, total = all.total[i];
-    for_lanes(a.head_dim, [=](int64_t d, int n) { store_n(out + d, load(sums + d) / total, n); });
-  }
+  for (int64_t i = 0; i < num_strips; i++) write_strip(a, rows_of(i), head, strips[i]);
 }
 
 template <class Cache>

@@ -8,7 +8,7 @@ from tests.pure.ops.test_cpu import assert_close, random
 
 pytestmark = pytest.mark.parametrize("isa", cpu.available_isas())
 
-# Heads, their size, and the ends of segments: single rows, whole pieces of 128 rows and tiles of 96, an empty segment
+# Heads, their size, and the ends of segments: single rows, whole pieces and tiles of 96 rows, an empty segment
 SHAPES = [
     (1, 2, [1]),
     (2, 72, [97, 97, 300]),
