@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 NEEDED = (
     "config.json generation_config.json *.safetensors *.safetensors.index.json chat_template.* "
     "tokenizer*.json *.model *.tiktoken vocab.* merges.txt added_tokens.json special_tokens_map.json "
-    "preprocessor_config.json processor_config.json"
+    "preprocessor_config.json processor_config.json hf_quant_config.json"
 ).split()
 IN_PADDLE = ("model_state*.pdparams", "model_state.pdparams.index.json")  # where there is no safetensors file
 UNNEEDED = ("consolidated*",)  # the same weights once more, in the layout of their authors

@@ -15,6 +15,7 @@ from engine.exporting.export import ExportOptions, copied_files, export
 from engine.exporting.manifest import CONFIG, GRAPH_VERSION, is_exported, refuse_static_graph
 from engine.file_lock import file_lock
 from engine.log import Report
+from engine.models import modelopt
 from engine.models.checkpoint import weight_files
 from engine.models.paddlenlp import rank_files
 from engine.text.tokenizer import Tokenizer
@@ -64,7 +65,7 @@ def _remove_left_overs(cache_dir: Path, name: str) -> None:
 
 def _identity(checkpoint_dir: Path, options: ExportOptions) -> str:
     """Return a hash that changes whenever the result of the export would change."""
-    paths = [checkpoint_dir / CONFIG]
+    paths = [checkpoint_dir / CONFIG, *checkpoint_dir.glob(modelopt.FILE)]
     if options.load_format != "dummy":
         paths += rank_files(checkpoint_dir) or weight_files(checkpoint_dir)
     paths += copied_files(checkpoint_dir)

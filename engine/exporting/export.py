@@ -26,14 +26,15 @@ from engine.log import Report
 from engine.models import eagle3
 from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors
 from engine.models.config import DecoderConfig
-from engine.models.config_fields import ModelError, read_json, whole_number
+from engine.models.config_fields import ModelError, an_object, whole_number
 from engine.models.families import read_model
 from engine.models.formats import FORMATS, QUANTIZED, Format, Fp8, Mxfp4Experts, expert_format, format_of, with_zero
+from engine.models.modelopt import check_stored, read_config
 from engine.models.mtp import with_mtp
 from engine.models.paddle_checkpoint import as_in_transformers
 from engine.models.paddlenlp import rank_files, read_export
 from engine.models.quantization import read_quantization, unused_settings
-from engine.models.quantized_tensors import QuantizedMatrix
+from engine.models.quantized_tensors import KEY, QuantizedMatrix
 from engine.models.stacked_experts import with_single_experts
 from engine.models.vision_checkpoint import with_tower
 from engine.models.weights import Shard, Weight, weights_of
@@ -175,12 +176,13 @@ def plan_of(checkpoint_dir: Path, options: ExportOptions, report: Report) -> Pla
 def _open(directory: Path, load_format: str) -> tuple[dict[str, Any], Checkpoint | None]:
     """Read config.json, and open the weights unless they are to be drawn at random later."""
     if load_format == "dummy":
-        return read_json(directory / CONFIG), None
+        return read_config(directory), None
     if rank_files(directory):
         return read_export(directory)
-    keys = read_json(directory / CONFIG)
-    quantizations = read_quantization(keys)
-    keys, tensors = as_in_transformers(*with_tower(keys, open_tensors(directory)))
+    keys = read_config(directory)
+    quantizations, tensors = read_quantization(keys), open_tensors(directory)
+    check_stored(an_object(keys, KEY), tensors)
+    keys, tensors = as_in_transformers(*with_tower(keys, tensors))
     return keys, Checkpoint(with_single_experts(keys, tensors), quantizations)
 
 

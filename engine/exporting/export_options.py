@@ -12,6 +12,7 @@ from engine.models import support
 from engine.models.config_fields import read_json
 from engine.models.eagle3 import EAGLE3_GRAPH
 from engine.models.formats import without_cache
+from engine.models.modelopt import read_config
 from engine.models.mtp import MTP_GRAPH
 from engine.models.quantization import is_fp8, is_mxfp4
 from engine.settings.config import Config
@@ -46,7 +47,7 @@ def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:
     is_free = (options.dtype, options.quant_type, options.load_format) == ("auto", "none", "auto")
     if not is_free or config.batch_invariant or not (checkpoint_dir / CONFIG).exists():
         return options
-    keys = read_json(checkpoint_dir / CONFIG)
+    keys = read_config(checkpoint_dir)
     kept = "weight_only_fp8" if is_fp8(keys) else "mxfp4" if is_mxfp4(keys) else ""
     return replace(options, quant_type=kept) if kept and with_device(config).device == GPU else options
 

@@ -11,11 +11,12 @@ import numpy as np
 
 from engine.exporting.expert_sizes import ExpertSizes
 from engine.exporting.export import ExportOptions, plan_of
-from engine.exporting.manifest import CONFIG, Manifest
+from engine.exporting.manifest import Manifest
 from engine.models.checkpoint import weight_files
-from engine.models.config_fields import ModelError, an_object, read_json
+from engine.models.config_fields import ModelError, an_object
 from engine.models.experts import is_stack
 from engine.models.formats import Fp8
+from engine.models.modelopt import read_config
 from engine.models.paddlenlp import rank_files
 from engine.models.quantization import read_quantization
 from engine.models.weights import Weight
@@ -50,7 +51,7 @@ def _fitting(options: ExportOptions, directory: Path) -> ExportOptions:
             return options
     except ModelError as error:
         log.info("%s", error)
-    keys = read_json(directory / CONFIG)
+    keys = read_config(directory)
     declared = [each.get("torch_dtype") or each.get("dtype") for each in (keys, an_object(keys, "text_config"))]
     quantizations = read_quantization(keys)
     dtype = "float32" if "float32" in declared else "bfloat16"

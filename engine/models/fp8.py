@@ -115,6 +115,8 @@ def with_fp8(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 def _scaled(name: str, numbers: np.ndarray, scale: np.ndarray) -> ScaledFp8Tensor:
     rows, columns = numbers.shape
+    if scale.ndim == 4 and scale.shape[1::2] == (1, 1):  # ModelOpt has an axis for the rows and columns of a block
+        scale = scale[:, 0, :, 0]
     blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
     for shape, sides in (((1, 1), (rows, columns)), ((rows, 1), (1, columns)), (blocks, (FP8_BLOCK, FP8_BLOCK))):
         if scale.size == shape[0] * shape[1] and (scale.shape == shape or scale.ndim < 2):

@@ -1,7 +1,8 @@
 """Reads a checkpoint's quantization_config: which layers are quantized, and by which reader.
 
-Readers: gptq.py (GPTQ, AWQ), compressed_tensors.py, and by their tensors fp8.py and fp4.py (8-bit and 4-bit floats) and
-fastdeploy.py. ModelError reports every other variant, and a checkpoint whose tensors contradict its config.
+Readers: gptq.py (GPTQ, AWQ), compressed_tensors.py, modelopt.py, and by their tensors fp8.py and fp4.py (8-bit and
+4-bit floats) and fastdeploy.py. ModelError reports every other variant, and a checkpoint whose tensors contradict its
+config.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from engine.models.compressed_tensors import compressed_tensors, is_fp4, parts
 from engine.models.config_fields import ModelError, an_object
 from engine.models.fastdeploy import fastdeploy
 from engine.models.gptq import awq, gptq
+from engine.models.modelopt import has_fp8, is_modelopt, modelopt
 from engine.models.quantized_tensors import KEY, Quantization, need
 
 OF_FASTDEPLOY = {"quantization", "dense_quant_type", "moe_quant_type"}  # keys of a config without quant_method
-NVFP4 = ("NVFP4", "W4A16_NVFP4")  # values of quant_algo
 
 
 def read_quantization(keys: Mapping[str, Any]) -> tuple[Quantization, ...]:
@@ -46,13 +47,16 @@ def is_fp8(keys: Mapping[str, Any]) -> bool:
     method = _method(config)
     if method not in [*METHODS] or method in ("fastdeploy", "mxfp4"):
         return False
-    return config.get("quant_algo") not in NVFP4 and not is_fp4(config) and not read_quantization(keys)
+    if method == "modelopt":
+        return has_fp8(config)
+    return not is_fp4(config) and not read_quantization(keys)
 
 
 def _method(config: Mapping[str, Any]) -> Any:
     """Return the quant_method, which FastDeploy and older versions of ModelOpt leave out."""
-    name = "fastdeploy" if not OF_FASTDEPLOY.isdisjoint(config) else "modelopt" if "quant_algo" in config else None
-    return config.get("quant_method", name)
+    if is_modelopt(config):
+        return "modelopt"
+    return config.get("quant_method", "fastdeploy" if not OF_FASTDEPLOY.isdisjoint(config) else None)
 
 
 def is_mxfp4(keys: Mapping[str, Any]) -> bool:
@@ -91,18 +95,13 @@ def _fp8(config: Mapping[str, Any]) -> tuple[Quantization, ...]:
     return ()
 
 
-def _modelopt(config: Mapping[str, Any]) -> tuple[Quantization, ...]:
-    need(config, "modelopt", quant_algo=("FP8", "FP8_PER_CHANNEL_PER_TOKEN", *NVFP4))
-    return ()
-
-
 METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[Quantization, ...]]] = {
     "compressed-tensors": compressed_tensors,
     "gptq": lambda config: (gptq(config),),
     "awq": lambda config: (awq(config),),
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
-    "modelopt": _modelopt,
+    "modelopt": modelopt,
     "fastdeploy": fastdeploy,
     "mxfp4": lambda config: (),
 }
