@@ -1,5 +1,4 @@
-"""Reads LoRA adapters in PEFT's format, and cuts them to the matrices of one rank. Options of PEFT that change the
-answer but are not implemented are refused by name. Independent of devices.
+"""Reads LoRA adapters in PEFT's format, and cuts them to the matrices of one rank. Independent of devices.
 
 An adapter adds `B (A x)`, times a scale, to the output of a linear layer. The tensors in the file determine which
 linear layers are adapted.
@@ -8,20 +7,18 @@ linear layers are adapted.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
-from engine.errors import SetupError
+from engine.models.adapter_config import CONFIG, AdapterConfig, AdapterError
 from engine.models.config_fields import object_in, read_json
 from engine.models.decoder import Decoder
 from engine.models.families import read_model
@@ -29,29 +26,12 @@ from engine.models.formats import FLOAT32
 from engine.models.layers import Linear
 from engine.models.weights import Shard, TensorShard, found_in
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MAX_ALPHA = float(np.finfo(np.float32).max)
+WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20  # of the weights file: names, shapes and metadata
 PREFIX = "base_model.model."  # PEFT puts it before the checkpoint's name of a tensor
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# Key of adapter_config.json -> values that are accepted, in addition to null, false and empty values
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    **dict.fromkeys(("modules_to_save", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"), ()),
-    **dict.fromkeys(("lora_bias", "layer_replication", "target_parameters", "trainable_token_indices"), ()),
-    **dict.fromkeys(("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"), ()),
-    **dict.fromkeys(("monteclora_config", "velora_config"), ()),
-    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # other values change the weights of the base model
-}
 Adapter = tuple[str, ...]  # id of the files' content, folder; see `engine.core.types.Sampling`
-
-
-class AdapterError(SetupError):
-    """An adapter cannot be used.
-
-    The message names its folder, the key or tensor, what was found and what is supported.
-    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,15 +79,15 @@ def _read_adapter(
 ) -> tuple[Adapter, list[Pair]]:
     try:
         config = _read(directory / CONFIG, MAX_CONFIG_BYTES)
-        rank, scale = _rank_and_scale(object_in(config, CONFIG, AdapterError), max_rank)
-        most = MAX_HEADER_BYTES + 4 * rank * sum(sum(part.shape) for part in _parts(network))
+        ranks = AdapterConfig.read(object_in(config, CONFIG, AdapterError), max_rank)
+        most = MAX_HEADER_BYTES + 4 * ranks.max_rank * sum(sum(part.shape) for part in _parts(network))
         weights = _read(directory / WEIGHTS, most)
         digest = _digest(config, weights)
         if adapter_id not in ("", digest):
             raise AdapterError("its files have changed since it was loaded")
         tensors = _tensors(weights)
-        layout = rank, scale, dtype
-        pairs = [pair for linear in found_in(network, Linear) for pair in _pairs_of(linear, tensors, layout)]
+        linears = found_in(network, Linear)
+        pairs = [pair for linear in linears for pair in _pairs_of(linear, tensors, ranks, dtype)]
         if of_experts := [name for name in tensors if ".experts." in name]:
             raise AdapterError(f"{WEIGHTS} has tensor {min(of_experts)}: adapters of experts are not supported")
         if tensors:
@@ -156,22 +136,6 @@ def _digest(config: bytes, weights: bytes) -> str:
     return hashlib.blake2b(config + b"\0" + hashlib.blake2b(weights).digest(), digest_size=16).hexdigest()
 
 
-def _rank_and_scale(keys: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
-    if keys.get("peft_type") != "LORA":
-        raise AdapterError(f"{CONFIG}: peft_type is {short(keys.get('peft_type'))}, supported is 'LORA'")
-    for name, harmless in REFUSED.items():
-        if (value := keys.get(name)) and value not in harmless:
-            raise AdapterError(f"{CONFIG}: {name} is {short(value)}, which is not supported")
-    rank, alpha = keys.get("r"), keys.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        raise AdapterError(f"{CONFIG}: r is {short(rank)}, it must be a positive whole number")
-    if rank > max_rank:
-        raise AdapterError(f"{CONFIG}: r is {short(rank)}, at most MAX_LORA_RANK({max_rank}) is supported")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
-        raise AdapterError(f"{CONFIG}: lora_alpha is {short(alpha)}, it must be a number of at most {MAX_ALPHA:g}")
-    return rank, alpha / (math.sqrt(rank) if keys.get("use_rslora") else rank)
-
-
 def _tensors(weights: bytes) -> dict[str, np.ndarray]:
     try:
         stored: dict[str, Any] = dict(deserialize(weights))
@@ -188,13 +152,15 @@ def _tensors(weights: bytes) -> dict[str, np.ndarray]:
     }
 
 
-def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], layout: tuple[int, float, str]) -> Iterator[Pair]:
+def _pairs_of(linear: Linear, tensors: dict[str, np.ndarray], ranks: AdapterConfig, dtype: str) -> Iterator[Pair]:
     """Yield the LoRA matrices of a layer, and remove its tensors from `tensors`."""
-    first, (rank, scale, dtype), used = 0, layout, set()
+    first, used = 0, set()
     for part in linear.weight.parts:
         rows, columns = part.axes
-        names = [f"{PREFIX}{part.tensor.removesuffix('weight')}lora_{which}.weight" for which in "AB"]
+        module = part.tensor.removesuffix(".weight")
+        names = [f"{PREFIX}{module}.lora_{which}.weight" for which in "AB"]
         if any(name in tensors for name in names):
+            rank, scale = ranks.rank_and_scale(module)
             _check(part, tensors, names, rank)
             if rows.kept[1]:  # the rows of the tensor belong to several matrices
                 raise AdapterError(f"tensor {names[0]} belongs to a layer that supports no adapters")

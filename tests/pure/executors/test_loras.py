@@ -65,11 +65,13 @@ def adapter(tmp_path_factory, checkpoint):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_answers_as_the_checkpoint_that_it_was_merged_into(family, adapter, checkpoint, exported, tmp_path):
     """The adapters have all matrices, with a rank that is no power of two, or some of them, scaled by the root of the
-    rank.
+    rank, or with ranks and scales of their own.
     """
     base, _ = greedy(exported(family, block_size=BLOCK_SIZE))
     some = {"target_modules": ["v_proj", "down_proj"], "use_rslora": True, "rank": 16}
-    for seed, given in ((1, {"rank": 5}), (2, some)):
+    ranks = {"^model.layers.0.self_attn.q_proj": 3, r"layers\.\d+\.mlp\.(down|up)_proj": 12, "down_proj": 1}
+    own = {"rank_pattern": ranks, "alpha_pattern": {"model.layers.1.self_attn.[ko]_proj": 20, "q_proj": 1.5}}
+    for seed, given in ((1, {"rank": 5}), (2, some), (3, own)):
         one = adapter(family, seed, **given)
         export(merged(tmp_path / f"merged {seed}", checkpoint(family), one[1]), tmp_path / f"{seed}", ExportOptions())
         wanted, wanted_logprobs = greedy(tmp_path / f"{seed}")

@@ -55,8 +55,18 @@ def refusal(directory, model, max_rank=16):
         ({"bias": "all"}, "bias is 'all', which is not supported"),
         ({"use_dora": True}, "use_dora is True, which is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which is not supported"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is {'q_proj': 2}, which is not supported"),
-        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern is {'q_proj': 2}, which is not supported"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern of 'q_proj' is 0, it must be a positive whole number"),
+        ({"rank_pattern": {"x": 17}}, "rank_pattern of 'x' is 17, at most MAX_LORA_RANK(16) is supported"),
+        ({"rank_pattern": [2]}, "rank_pattern is [2], it must be an object of up to 4096 keys"),
+        ({"rank_pattern": {"(q_proj": 2}}, "rank_pattern has '(q_proj', which is no regular expression"),
+        ({"alpha_pattern": {"q_proj": "2"}},
+         "alpha_pattern of 'q_proj' is '2', it must be a number of at most 3.40282e+38"),
+        *(
+            ({"alpha_pattern": {pattern: 2}},
+             f"alpha_pattern has {pattern!r}, supported are regular expressions with at most 2 of * + ? {{}}, none of"
+             " them behind a group")
+            for pattern in (".*.*.*x", "(a+)+x", "(a|aa){9}x", r"(a)\1", "(?=a)x")
+        ),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which is not supported"),
         ({"r": 17}, "r is 17, at most MAX_LORA_RANK(16) is supported"),
         ({"r": True}, "r is True, it must be a positive whole number"),
@@ -68,7 +78,7 @@ def refusal(directory, model, max_rank=16):
             f"lora_alpha is 1{'0' * 17}...{'0' * 19}, it must be a number of at most 3.40282e+38",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_would_be_computed_otherwise_is_refused_by_name(good, model, tmp_path, keys, trouble):
     broken = shutil.copytree(good, tmp_path / "broken")
     config = json.loads((good / "adapter_config.json").read_text())
