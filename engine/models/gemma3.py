@@ -30,13 +30,14 @@ class Gemma3(DecoderConfig):
         head_dim, max_len = whole_number(keys, "head_dim", 256), whole_number(keys, "max_position_embeddings", 131072)
         local = {"rope_theta": keys.get("rope_local_base_freq") or 10000.0}
         rope, sliding_rope = ropes_by_layer_type({"rope_theta": 1e6, **keys}, head_dim, max_len, local)
-        for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+        for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
             if keys.get(name):
                 raise ModelError(f"config.json: {name} is {keys[name]!r}, supported is null")
         own = {
             "attention_bias": bool(keys.get("attention_bias")),
             "norm_offset": 1.0,
             "embedding_multiplier": whole_number(keys, "hidden_size") ** 0.5,
+            "logit_softcap": number(keys, "final_logit_softcapping", 0.0),
             "query_scale": number(keys, "query_pre_attn_scalar", 256) ** -0.5,
             "windows": layer_windows(keys, lambda layer: (layer + 1) % pattern != 0),
             "rope": rope,

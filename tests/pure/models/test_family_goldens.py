@@ -11,6 +11,7 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.drafting import with_drafts
+from engine.exporting.export import ExportOptions, export
 from engine.ops import cpu, reference
 from engine.settings.config import Config
 from tests.family_checkpoints import ALL, FEW_BLOCKS, WINDOW, prompt_lens
@@ -58,6 +59,19 @@ def test_log_probabilities_are_those_of_transformers(family, exported):
             rows = len(wanted) if chunk == 1000 else 1
             found = log_softmax(model.prefill(prompt, chunk, num_logits=rows))
             np.testing.assert_allclose(found, wanted[-rows:], rtol=0, atol=2e-4, err_msg=f"prompt of {length}")
+
+
+def test_a_soft_cap_of_gemma_3_limits_the_logits(checkpoint, exported, tmp_path):
+    """transformers computes cap * tanh(logits / cap), as for Gemma 2."""
+    options = ExportOptions(block_size=BLOCK_SIZE, hf_overrides='{"final_logit_softcapping": 2.5}')
+    export(checkpoint("gemma3_text"), tmp_path / "capped", options)
+    plain = exported("gemma3_text", block_size=BLOCK_SIZE)
+    (prompt, _), *_ = cases("gemma3_text").values()
+    found, logits = (
+        PagedModel.of(each, cpu, num_blocks=20).prefill(prompt, 1000) for each in (tmp_path / "capped", plain)
+    )
+    assert abs(logits).max() > 2.5
+    np.testing.assert_allclose(found, 2.5 * np.tanh(logits / 2.5), rtol=0, atol=1e-5)
 
 
 def generate(loop: EngineLoop, prompts: list[list[int]]) -> list[list[int]]:
