@@ -3,9 +3,11 @@
     python -m benchmarks.gpu_ranks qwen3-30b-a3b --layers 24 --gpus 0 1
 
 The weights are random, and the same in every run: a rank draws whole tensors of a checkpoint, whose values depend on
-their names, and keeps its share of each. Values of bfloat16 are used in float32 as well. Several requests decode in the
-same steps, then two alone. Log-probabilities are those of the likeliest tokens, up to the first token that differs. The
-last line of the output is JSON.
+their names, and keeps its share of each. Values of bfloat16 are used in float32 as well. As in GPT-2 and most models
+since, matrices whose products are added to the residual stream are initialized smaller the more layers there are:
+otherwise a difference of one rounding grows from layer to layer, unlike in trained models. Several requests decode in
+the same steps, then two alone. Log-probabilities are those of the likeliest tokens, up to the first token that differs.
+The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 ONE, WIDTH, EXPERTS = "one GPU", "two, by width", "two, by experts"
 SPLITS, DTYPES = (ONE, WIDTH, EXPERTS), ("float32", "bfloat16")
+OUTPUT_MATRICES = ("o_proj", "down_proj", ".w2.")  # in names of tensors
 LENGTHS, NUM_ALONE, NUM_TOKENS, NUM_LIKELIEST = (1, 24, 64, 127, 1, 24, 64, 127), 2, 64, 5
 NUM_FDS = 2  # arguments of the process of another rank
 Answer = dict[str, list[Any]]  # the tokens, and for each the likeliest tokens with their log-probabilities
@@ -57,17 +60,27 @@ def exported(shape: str, layers: int, dtype: str, split: str) -> Path:
 
 
 def draw_shares(
-    weights: Mapping[str, Weight], graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device
+    weights: Mapping[str, Weight],
+    num_layers: int,
+    graph: Graph,
+    constants: Mapping[str, np.ndarray],
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Return the parameters of a rank: its shares of random matrices, norms of one and biases of zero."""
     import torch
+
+    def deviation(part: TensorShard) -> float:
+        if "embed_tokens" in part.tensor:
+            return 1.0
+        is_output = any(name in part.tensor for name in OUTPUT_MATRICES)
+        return (part.shape[1] * (2 * num_layers if is_output else 1)) ** -0.5
 
     def whole(part: TensorShard) -> torch.Tensor:
         if len(part.shape) == 1:
             return torch.full(part.shape, float("norm" in part.tensor), device=device)
         generator = torch.Generator(device).manual_seed(zlib.crc32(part.tensor.encode()))
         numbers = torch.empty(part.shape, device=device).normal_(generator=generator)
-        return numbers.mul_(1.2 / part.shape[1] ** 0.5).to(torch.bfloat16)
+        return numbers.mul_(deviation(part)).to(torch.bfloat16)
 
     tensors = {}
     for name, value in graph.parameters.items():
@@ -93,8 +106,9 @@ def with_shares(make_rank: Callable[..., Any]) -> Callable[..., Any]:
         dtype = manifest.weight_format
         shard = Shard(FORMATS[dtype], dtype, manifest.block_size, rank, manifest.num_ranks)
         shard = replace(shard, expert_parallel=manifest.expert_parallel)
-        network = read_model(read_json(graph_dir / "config.json")).network(shard)
-        weights.draw = partial(draw_shares, weights_of(network))
+        config_json = read_json(graph_dir / "config.json")
+        network = read_model(config_json).network(shard)
+        weights.draw = partial(draw_shares, weights_of(network), config_json["num_hidden_layers"])
         return make_rank(graph_dir, config, membership, *given, **named)
 
     return made
@@ -158,7 +172,8 @@ def compared(found: Sequence[Answer], expected: Sequence[Answer]) -> dict[str, f
     values = differences(found, expected)
     equal = sum(ours["tokens"] == theirs["tokens"] for ours, theirs in zip(found, expected, strict=True))
     p50, p99, most = np.quantile(values, (0.5, 0.99, 1)).tolist()
-    return {"equal": equal, "answers": len(found), "values": len(values), "p50": p50, "p99": p99, "max": most}
+    quantiles = {"mean": float(np.mean(values)), "p50": p50, "p99": p99, "max": most}
+    return {"equal": equal, "answers": len(found), "values": len(values), **quantiles}
 
 
 def start(graph_dir: Path, num_ranks: int, gpus: str) -> subprocess.Popen[str]:
