@@ -88,22 +88,23 @@ class KVCacheManager:
         except OutOfBlocks:
             return False
         found = [[next(blocks) for _ in each] for each in prefix.keys]
-        request.block_ids = [
+        cache = request.cache
+        cache.block_ids = [
             [FREED] * n + ids + [next(blocks) for _ in range(count)]
             for n, ids, count in zip(first, found, counts, strict=True)
         ]
-        request.num_freed = first
+        cache.num_freed = first
         request.num_cached = request.num_computed = prefix.num_tokens(pool.block_size)
-        request.num_published = request.num_computed // pool.block_size
-        request.branch_point = prefix.num_paged * pool.block_size
+        cache.num_published = request.num_computed // pool.block_size
+        cache.branch_point = prefix.num_paged * pool.block_size
         if self._has_states and pool.caching:
-            request.kept_at, request.num_retractable = request.num_computed, 0
-            request.snapshots = snapshot_positions(request, pool.block_size)
+            cache.last_snapshot, request.num_retractable = request.num_computed, 0
+            cache.snapshots = snapshot_positions(request, pool.block_size)
         del request.prompt_logprobs[request.num_computed :]  # of a preempted request: they are computed again
         for index, each in enumerate(on_device):
             if each:
                 self._own_written(request, slot, index, first[index] + len(found[index]), each)
-        self._set_room(request)
+        self._set_writable(request)
         return True
 
     def num_promised(self, running: Collection[Request]) -> int:
@@ -124,7 +125,7 @@ class KVCacheManager:
         """Give the request blocks of its own in place of the found ones that it writes, which are the last ones before
         place `end`. Its last blocks are those for the copies. A block that comes back from the host needs none: its key
         can still be found there."""
-        block_ids, num_copies = request.block_ids[index], sum(on_device)
+        block_ids, num_copies = request.cache.block_ids[index], sum(on_device)
         copies = block_ids[len(block_ids) - num_copies :]
         del block_ids[len(block_ids) - num_copies :]
         for place, is_copied in enumerate(on_device, end - len(on_device)):
@@ -139,13 +140,13 @@ class KVCacheManager:
     def allocate(self, request: Request, num_tokens: int = 1) -> None:
         """Make its next `num_tokens` positions writable: with new blocks, and with copies of those that others hold or
         may find. Raises OutOfBlocks; what it has by then it keeps."""
-        pool, start = self.pool, request.num_computed
-        is_known = start >= request.room and not request.num_unverified  # it has just got here
-        if self._has_states and is_known and request.kept_at < start == self._next_snapshot(request, start - 1):
+        pool, cache, start = self.pool, request.cache, request.num_computed
+        is_known = start >= cache.num_writable and not request.num_unverified  # it has just got here
+        if self._has_states and is_known and cache.last_snapshot < start == self._next_snapshot(request, start - 1):
             self._prefix_cache.publish_tail(request)
-            request.kept_at = start
+            cache.last_snapshot = start
         for index, group in enumerate(self.groups):
-            block_ids = request.block_ids[index]
+            block_ids = cache.block_ids[index]
             if group.kind == STATE:
                 for place, block in enumerate(block_ids):
                     if pool.is_shared(block) or pool.is_published(block):
@@ -161,7 +162,7 @@ class KVCacheManager:
             num_next = min(num_freed, pool.blocks_for(len(request.token_ids)) - len(block_ids), pool.num_available)
             if num_missing > 0 or num_next > 0:
                 block_ids += pool.take(max(num_missing, num_next))
-        self._set_room(request)
+        self._set_writable(request)
 
     def allocate_drafts(self, request: Request, num_drafts: int, num_running: int) -> int:
         """Return how many of `num_drafts` positions behind the next one have blocks, wherever that comes to be. They
@@ -171,10 +172,10 @@ class KVCacheManager:
         if self._has_states:  # which are kept at a position that is known
             end = min(end, next_end + MAX_REJECTED, self._next_snapshot(request, next_end - 1))
             num_drafts = end - next_end
-        if end > request.room:
-            num_missing = (pool.blocks_for(end) - request.room // pool.block_size) * len(self.groups)
+        if end > (num_writable := request.cache.num_writable):
+            num_missing = (pool.blocks_for(end) - num_writable // pool.block_size) * len(self.groups)
             if pool.num_available - num_missing < num_running * len(self.groups):
-                return max(0, request.room - next_end)
+                return max(0, num_writable - next_end)
             self.allocate(request, 1 + num_drafts)
         return num_drafts
 
@@ -182,10 +183,12 @@ class KVCacheManager:
         """Let `target` hold the blocks of `source` in place of its own."""
         self.pool.share(_held_by(source))
         self.pool.give_back(_held_by(target))
-        target.block_ids = [list(block_ids) for block_ids in source.block_ids]
-        target.num_freed, target.block_hashes = list(source.num_freed), list(source.block_hashes)
-        target.num_computed, target.num_published = source.num_computed, source.num_published
-        target.num_cached, target.kept_at, target.has_new_blocks = source.num_cached, source.kept_at, True
+        target.num_computed, target.num_cached = source.num_computed, source.num_cached
+        ours, theirs = source.cache, target.cache
+        theirs.block_ids = [list(block_ids) for block_ids in ours.block_ids]
+        theirs.num_freed, theirs.block_hashes = list(ours.num_freed), list(ours.block_hashes)
+        theirs.num_published, theirs.last_snapshot = ours.num_published, ours.last_snapshot
+        theirs.has_new_blocks = True
         self._set_shared(source)
         self._set_shared(target)
 
@@ -195,20 +198,20 @@ class KVCacheManager:
         start = request.num_computed
         if self._has_states:
             num_tokens = min(num_tokens, self._next_snapshot(request, start) - start)
-        if start + num_tokens > request.room:
+        if start + num_tokens > request.cache.num_writable:
             try:
                 self.allocate(request, num_tokens)
             except OutOfBlocks:
-                self._set_room(request)
-        return min(num_tokens, request.room - start)
+                self._set_writable(request)
+        return min(num_tokens, request.cache.num_writable - start)
 
     def publish(self, request: Request) -> None:
         """Make the blocks that have become full findable."""
         # A launched step may compute what lies behind the end of an answer.
         count = min(request.num_computed, len(request.token_ids), request.max_len) // self.pool.block_size
-        if count > request.num_published and self.pool.caching:
-            self._prefix_cache.publish(request, request.num_published, count)
-        request.num_published = count
+        if count > request.cache.num_published and self.pool.caching:
+            self._prefix_cache.publish(request, request.cache.num_published, count)
+        request.cache.num_published = count
 
     def keep_end(self, request: Request) -> None:
         """Keep the state of a request that ends, for a prompt that goes on with its answer, unless one was kept in the
@@ -219,7 +222,7 @@ class KVCacheManager:
             end, size = request.num_computed, self.pool.block_size
             # A launched step may compute what lies behind the end of an answer.
             is_known = end <= min(len(request.token_ids), request.max_len)
-            if is_known and (end - 1) // size > request.kept_at // size:
+            if is_known and (end - 1) // size > request.cache.last_snapshot // size:
                 self._prefix_cache.publish_tail(request, is_spare=end > request.prompt_len)
 
     def keep_logprobs(self, request: Request) -> None:
@@ -228,9 +231,14 @@ class KVCacheManager:
 
     def take_new_blocks(self, request: Request) -> Sequence[Sequence[int]]:
         """Return, for each group, the blocks that have not been sent to the executor yet."""
-        placed = request.num_placed or [0] * len(self.groups)
-        request.num_placed, request.has_new_blocks = [len(ids) for ids in request.block_ids], False
-        return [ids[start:] for ids, start in zip(request.block_ids, placed, strict=True)]
+        cache = request.cache
+        num_sent = cache.num_sent or [0] * len(self.groups)
+        cache.num_sent, cache.has_new_blocks = [len(ids) for ids in cache.block_ids], False
+        return [ids[start:] for ids, start in zip(cache.block_ids, num_sent, strict=True)]
+
+    def resend_blocks(self, request: Request) -> None:
+        """Let the next `take_new_blocks` return all blocks again."""
+        request.cache.num_sent, request.cache.has_new_blocks = [], True
 
     def free(self, request: Request) -> None:
         """Free its blocks; if a step was launched that may write them, when that step has ended."""
@@ -240,9 +248,15 @@ class KVCacheManager:
         else:
             self.pool.give_back(blocks)
         self.copies = [copy for copy in self.copies if copy.slot != request.slot]
-        request.block_ids, request.num_freed, request.num_placed = [], [], []
-        request.num_computed = request.num_unverified = request.num_published = request.room = 0
-        request.has_shared_tail = False
+        request.num_computed = request.num_unverified = 0
+        cache = request.cache
+        cache.block_ids, cache.num_freed, cache.num_sent = [], [], []
+        cache.num_published = cache.num_writable = 0
+        cache.has_shared_tail = False
+
+    def forget_answer(self, request: Request) -> None:
+        """Forget the hashes of blocks with tokens of the answer, which begins again with others."""
+        del request.cache.block_hashes[request.prompt_len // self.pool.block_size :]
 
     def begin_step(self) -> None:
         """Note that a step was launched: blocks that are freed now may still be written."""
@@ -276,51 +290,52 @@ class KVCacheManager:
 
     def _free_behind_window(self, request: Request, index: int) -> int:
         """Free the blocks that no later position reads. Return how many there were."""
-        start, block_ids = request.num_freed[index], request.block_ids[index]
+        start, block_ids = request.cache.num_freed[index], request.cache.block_ids[index]
         end = self.groups[index].first_block(request.num_computed, self.pool.block_size)
         if end > start:
             self.pool.give_back(block_ids[start:end][::-1])
             block_ids[start:end] = [FREED] * (end - start)
-            request.num_freed[index] = end
+            request.cache.num_freed[index] = end
         return max(0, end - start)
 
     def _in_order_of_value(self, request: Request) -> list[int]:
         """Return its blocks, those last that the prefix cache may lose first: of a prefix its end, of a window its
         beginning."""
         blocks: list[int] = []
-        for group, ids, start in zip(self.groups, request.block_ids, request.num_freed, strict=False):
+        for group, ids, start in zip(self.groups, request.cache.block_ids, request.cache.num_freed, strict=False):
             blocks += ids[start:][::-1] if group.kind == SLIDING_WINDOW else ids[start:]
         return blocks
 
     def _replace(self, request: Request, slot: int, index: int, place: int) -> None:
         """Give the request a copy of a block of its own. Raises OutOfBlocks."""
-        source = request.block_ids[index][place]
+        block_ids = request.cache.block_ids[index]
+        source = block_ids[place]
         if self.pool.is_shared(source):
             [target] = self.pool.take(1)
             self.pool.give_back([source])
         else:  # a snapshot that it holds alone: at worst, the same block again
             self.pool.give_back([source])
             [target] = self.pool.take(1)
-        request.block_ids[index][place] = target
+        block_ids[place] = target
         self.copies.append(Copy(slot, index, place, source, target))
 
-    def _set_room(self, request: Request) -> None:
-        """Enter up to where its own blocks reach."""
-        size = self.pool.block_size
+    def _set_writable(self, request: Request) -> None:
+        """Note how far its own blocks reach."""
+        size, cache = self.pool.block_size, request.cache
         if self._is_uniform:
-            request.room = len(request.block_ids[0]) * size
+            cache.num_writable = len(cache.block_ids[0]) * size
         else:
             ends = [
                 self._next_snapshot(request, request.num_computed) if group.kind == STATE else len(ids) * size
-                for group, ids in zip(self.groups, request.block_ids, strict=True)
+                for group, ids in zip(self.groups, cache.block_ids, strict=True)
             ]
-            request.room = min(ends)
-        request.has_shared_tail, request.has_new_blocks = False, True
+            cache.num_writable = min(ends)
+        cache.has_shared_tail, cache.has_new_blocks = False, True
 
     def _set_shared(self, request: Request) -> None:
-        """Enter that others hold its last blocks, too."""
-        request.room = request.num_computed
-        request.has_shared_tail = self._has_states or request.num_computed % self.pool.block_size > 0
+        """Note that others hold its last blocks, too."""
+        request.cache.num_writable = request.num_computed
+        request.cache.has_shared_tail = self._has_states or request.num_computed % self.pool.block_size > 0
 
     def _next_snapshot(self, request: Request, position: int) -> int:
         """Return the first position after `position` at which its state is kept, or the largest integer."""
@@ -329,18 +344,19 @@ class KVCacheManager:
         size = self.pool.block_size
         interval = max(size, SNAPSHOT_INTERVAL // size * size)
         next_multiple = (position // interval + 1) * interval
-        return min([next_multiple, *(each for each in request.snapshots if each > position)])
+        return min([next_multiple, *(each for each in request.cache.snapshots if each > position)])
 
     def _blocks_to_come(self, request: Request) -> int:
-        num_shared = sum(group.num_parts for group in self.groups) if request.has_shared_tail else 0
+        num_shared = sum(group.num_parts for group in self.groups) if request.cache.has_shared_tail else 0
         return self.max_blocks(request) - len(_held_by(request)) + num_shared
 
 
 def _held_by(request: Request) -> list[int]:
     """Return the blocks of the request in all groups."""
-    if len(request.block_ids) == 1 and not request.num_freed[0]:
-        return request.block_ids[0]
-    return [block for ids, start in zip(request.block_ids, request.num_freed, strict=True) for block in ids[start:]]
+    block_ids, num_freed = request.cache.block_ids, request.cache.num_freed
+    if len(block_ids) == 1 and not num_freed[0]:
+        return block_ids[0]
+    return [block for ids, start in zip(block_ids, num_freed, strict=True) for block in ids[start:]]
 
 
 def _held_by_all(request: Request) -> set[int]:

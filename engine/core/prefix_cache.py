@@ -118,8 +118,8 @@ class PrefixCache:
         hashes = self.hashes(request, end)
         for index, group in enumerate(self._groups):
             if group.kind != STATE:
-                for place in range(max(start, request.num_freed[index]), end):
-                    self._pool.publish(request.block_ids[index][place], key_of(hashes[place], index))
+                for place in range(max(start, request.cache.num_freed[index]), end):
+                    self._pool.publish(request.cache.block_ids[index][place], key_of(hashes[place], index))
 
     def publish_tail(self, request: Request, is_spare: bool = False) -> None:
         """Make the state of `request` and its last block findable, although that may not be full. `is_spare`: that of
@@ -131,7 +131,7 @@ class PrefixCache:
             self._publish_states(request, [key for index in self._states for key in keys[index]], is_spare)
         for index, group in enumerate(self._groups):
             if group.kind != STATE and request.num_computed % self._pool.block_size:
-                self._pool.publish(request.block_ids[index][place], keys[index][-1])
+                self._pool.publish(request.cache.block_ids[index][place], keys[index][-1])
 
     def _publish_states(self, request: Request, keys: Sequence[bytes], is_spare: bool) -> None:
         """Publish the blocks of all states. States of the same tokens may differ in what they can take back, so the
@@ -148,7 +148,7 @@ class PrefixCache:
         else:
             for key in keys:
                 self._pool.discard(key)
-            blocks = [block for index in self._states for block in request.block_ids[index]]
+            blocks = [block for index in self._states for block in request.cache.block_ids[index]]
             for block, key in zip(blocks, keys, strict=True):
                 self._pool.publish(block, key, is_spare)
         tail = Tail(token_ids, min_len, hash_with_spans(b"", request.spans, start, end), block_hash)
@@ -164,7 +164,7 @@ class PrefixCache:
 
     def hashes(self, request: Request, count: int) -> Sequence[bytes]:
         """Return the hashes of its first `count` blocks. Each is computed once."""
-        hashes, size = request.block_hashes, self._pool.block_size
+        hashes, size = request.cache.block_hashes, self._pool.block_size
         for index in range(len(hashes), count):
             parent = hashes[-1] if hashes else _root_hash(request)
             start, end = index * size, (index + 1) * size

@@ -138,11 +138,11 @@ class RunningQueue:
         if request.num_preemptions == 0:  # a preempted request finds its own blocks, which do not count as cached
             self._counters.num_prompt_tokens += len(request.token_ids)
             self._counters.num_cached_tokens += max(0, request.num_cached - request.num_pulled)
-            self._counters.num_tokens_without_state += max(request.branch_point - request.num_cached, 0)
+            self._counters.num_tokens_without_state += max(request.cache.branch_point - request.num_cached, 0)
 
     def reset_slot(self, request: Request) -> None:
         """Let the executor take over all tokens and blocks of a request in its slot again."""
-        request.num_placed, request.has_new_blocks = [], True
+        self.cache.resend_blocks(request)
         self._arrivals.append(_arrival(request, list(request.token_ids), request.num_computed))
 
     def take_slot_changes(self) -> tuple[list[Arrival], list[Copy]]:
@@ -181,7 +181,7 @@ class RunningQueue:
                 self._remove(each)
             each.state, each.prompt_outputs_sent = State.WAITING, False
             del each.token_ids[each.prompt_len :]
-            del each.block_hashes[each.prompt_len // self.cache.pool.block_size :]
+            self.cache.forget_answer(each)
         request.forks = forks
         for fork in forks:
             self.leader_of[fork.request_id] = request
@@ -212,7 +212,7 @@ class RunningQueue:
     def check(self) -> None:
         """Check that slots and blocks are consistent. Called between two steps."""
         self.cache.check(self.running.values())
-        assert not any(request.block_ids for request in self.waiting)
+        assert not any(request.cache.block_ids for request in self.waiting)
         holders = [each for request in self.running.values() for each in (request, *request.forks)]
         slots = [each.slot for each in holders] + self._free_slots
         assert sorted(slots) == list(range(self._limits.max_batch))

@@ -77,7 +77,7 @@ class Scheduler:
     def add(self, request: Request, replay: bool = False) -> None:
         """Add a request to the waiting ones. Raises InvalidRequest if it could never run and Overloaded if too many
         wait, except for a `replay`, which was accepted before."""
-        assert request.token_ids and not request.block_ids
+        assert request.token_ids and not request.cache.block_ids
         if not self.limits.max_prompt_logits:
             prompt_outputs.refuse_if_wanted(request)
         if request.spans and not self.limits.takes_spans:
@@ -131,7 +131,7 @@ class Scheduler:
         running = self.running.values()
         if any(request.needs_output_tokens for request in (*running, *self.waiting.first(LOOK_AHEAD))):
             return False
-        num_full = sum([request.num_computed + request.num_unverified >= request.room for request in running])
+        num_full = sum([each.num_computed + each.num_unverified >= each.cache.num_writable for each in running])
         return num_full * len(self.limits.cache_groups) <= self.pool.num_available
 
     def next_batch(self) -> Batch | None:
@@ -209,7 +209,7 @@ class Scheduler:
                 update = append(request, token_ids, logprobs)
             else:
                 update = self._first_update(request, row, outputs, (token_ids, logprobs))
-            if request.num_computed >= (request.num_published + 1) * block_size:
+            if request.num_computed >= (request.cache.num_published + 1) * block_size:
                 self._cache.publish(request)
             if of_forks:
                 self._queue.join_forks(request)
@@ -234,11 +234,11 @@ class Scheduler:
         in_prompt, may_draft = [], self.max_drafts > 0
         spare = self.limits.max_batched_tokens - self.num_running  # for tokens that a grammar forces
         for request in self._computable():
-            known, start = request.token_ids, request.num_computed
+            known, start, cache = request.token_ids, request.num_computed, request.cache
             num_left = len(known) - start
             if num_left > 1 or not request.prompt_outputs_sent:
                 if num_left or request.forks:
-                    has_room = start < request.room or not num_left
+                    has_room = start < cache.num_writable or not num_left
                     if has_room or (request.slot >= 0 and self._queue.allocate_or_preempt(request)):
                         in_prompt.append(request)
                     continue
@@ -249,7 +249,7 @@ class Scheduler:
             else:
                 continue  # which is the last one
             last = start + request.num_unverified  # at most
-            if last >= request.room and (request.slot < 0 or not self._queue.allocate_or_preempt(request)):
+            if last >= cache.num_writable and (request.slot < 0 or not self._queue.allocate_or_preempt(request)):
                 continue  # it was preempted
             num_sampled, max_drafts = 1, 0
             if (may_draft or request.grammar) and not request.in_lockstep:
@@ -259,7 +259,7 @@ class Scheduler:
                 num_sampled = len(token_ids)
                 request.num_unverified += len(forced) + max_drafts
             request.num_computed, request.num_retractable = start + 1, 0
-            new = self._cache.take_new_blocks(request) if request.has_new_blocks else ()
+            new = self._cache.take_new_blocks(request) if cache.has_new_blocks else ()
             row = Row(request.slot, start, token_ids, new, num_sampled, (), None, max_drafts)
             launched.append((request, row, ()))
         return in_prompt

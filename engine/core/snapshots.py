@@ -25,7 +25,7 @@ def snapshot_positions(request: Request, block_size: int) -> set[int]:
     if ends and request.num_computed <= ends[0]:
         wanted += ends[-2:-1]
     blocks = {end // block_size * block_size for end in wanted if end < max(last, request.prompt_len - MAX_REJECTED)}
-    positions = {request.branch_point, *blocks}
+    positions = {request.cache.branch_point, *blocks}
     if last > max(request.num_computed // block_size * block_size, *blocks, 0):
         # Of a block with one token, an equal prompt could not find anything.
         positions.add(last if last == request.prompt_len - 1 else request.prompt_len)

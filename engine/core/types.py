@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from engine.core.cache_groups import CacheGroup
+from engine.core.cache_state import CacheState
 from engine.core.draft_counts import DraftCounts
 from engine.core.spans import PromptSpan
 from engine.errors import RequestError
@@ -125,22 +126,12 @@ class Request:
     # State of the scheduler
     state: State = State.WAITING
     slot: int = -1  # in the batch while it runs
-    block_ids: list[list[int]] = field(default_factory=list)  # for each cache group: position // block_size -> block
-    num_freed: list[int] = field(default_factory=list)  # for each group: leading blocks behind the window
-    block_hashes: list[bytes] = field(default_factory=list)  # of leading full blocks, computed when needed
     # Leading tokens whose keys and values are in the blocks once all launched steps have run; with drafts, at least so
     # many, and at most `num_unverified` more.
     num_computed: int = 0
     num_unverified: int = 0  # draft tokens that launched steps may accept
-    num_published: int = 0  # leading full blocks in the prefix cache
-    num_placed: list[int] = field(default_factory=list)  # for each group: leading blocks that the executor knows
-    has_new_blocks: bool = False  # the executor does not know all its blocks
-    branch_point: int = 0  # position up to which other prompts share its attention blocks, but no state was kept
-    snapshots: Collection[int] = ()  # positions in its prompt at which its state is kept
     num_retractable: int = 0  # of its last positions, which its state can take back
-    kept_at: int = 0  # position at which its state was found or kept last
-    has_shared_tail: bool = False  # its last block may be shared and is copied before it is written
-    room: int = 0  # positions below this one may be written
+    cache: CacheState = field(default_factory=CacheState)
     num_cached: int = 0  # tokens found in the prefix cache at the last admission
     cached_at: str = ""  # host:port of another replica that has cached a part of its tokens
     awaits_blocks: bool = False  # from another instance; it is not admitted meanwhile

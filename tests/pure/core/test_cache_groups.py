@@ -39,7 +39,7 @@ def test_a_window_holds_only_the_blocks_that_its_next_token_reads():
         step(scheduler, executor)
         most = max(most, scheduler.pool.num_held)
         if request.num_new_tokens == 29:
-            assert request.block_ids[0][: -3 - 1] == [FREED] * (len(request.block_ids[0]) - 4)
+            assert request.cache.block_ids[0][: -3 - 1] == [FREED] * (len(request.cache.block_ids[0]) - 4)
     assert most <= WINDOW.max_blocks(1000, BLOCK_SIZE, 16) == 7  # of the 20 that its tokens fill
 
 

@@ -437,7 +437,7 @@ def test_a_step_ahead_has_room_for_the_drafts_of_both_steps():
     scheduler.apply(StepOutput([[11]], [None]))
     for start, end in ((1, 5), (2, 9)):
         [row] = scheduler.next_batch().rows
-        assert (row.start, row.max_drafts, request.room >= end) == (start, 3, True)
+        assert (row.start, row.max_drafts, request.cache.num_writable >= end) == (start, 3, True)
     assert (request.num_computed, request.num_unverified) == (3, 6)
     scheduler.apply(StepOutput([[12, 13, 14]], [None], num_drafts=3))
     assert (request.num_computed, request.num_unverified) == (5, 3)

@@ -160,10 +160,10 @@ def test_the_blocks_of_two_states_are_not_mixed(num_host_blocks, num_taken):
 
     def keep(num_computed):
         request = a_chat(system_prompt())
-        request.num_computed, request.block_ids = num_computed, [pool.take(3)]
+        request.num_computed, request.cache.block_ids = num_computed, [pool.take(3)]
         cache.publish_tail(request)
-        pool.give_back(request.block_ids[0])
-        return request.block_ids[0]
+        pool.give_back(request.cache.block_ids[0])
+        return request.cache.block_ids[0]
 
     keep(42)
     pool.give_back(pool.take(num_taken))  # some blocks of the state are lost
@@ -180,9 +180,9 @@ def test_a_state_that_is_not_whole_is_pulled_as_a_whole(num_taken):
     pool = BlockPool(7, BLOCK_SIZE)
     cache = PrefixCache(pool, [CacheGroup(STATE, num_parts=3)])
     request = a_chat(system_prompt(), finds_tail=True)
-    request.num_computed, request.block_ids = request.prompt_len - 1, [pool.take(3)]
+    request.num_computed, request.cache.block_ids = request.prompt_len - 1, [pool.take(3)]
     cache.publish_tail(request)
-    pool.give_back(request.block_ids[0])
+    pool.give_back(request.cache.block_ids[0])
     pool.give_back(pool.take(num_taken))  # 4 blocks were free
     keys, num_found = cache.longest(request)
     assert [key in pool for key in keys] == [num_taken == 4] * 3
@@ -222,7 +222,7 @@ def test_the_forks_of_a_request_continue_its_state():
 def test_a_prompt_keeps_few_states():
     request = a_chat(*[a_message(40, first) for first in range(1000, 9000, 100)])
     request.spans = [PromptSpan(start, 2, b"content") for start in range(12, 600, 50)]
-    request.branch_point = 640
+    request.cache.branch_point = 640
     positions = snapshot_positions(request, BLOCK_SIZE)
     ends = [39, 79 * 40 - 1, 80 * 40 - 1]
     assert positions == {request.prompt_len, *(each // BLOCK_SIZE * BLOCK_SIZE for each in (*ends, 564, 640))}

@@ -455,7 +455,7 @@ def test_blocks_are_announced_when_the_step_that_writes_them_has_ended():
     for _ in range(2):
         assert scheduler.next_batch()
     jobs.take(scheduler.apply(StepOutput([], [])))
-    assert request.num_published == 8
+    assert request.cache.num_published == 8
     assert not ready
     assert not computed
     jobs.take(scheduler.apply(StepOutput([], [])))
