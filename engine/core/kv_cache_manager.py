@@ -63,49 +63,60 @@ class KVCacheManager:
         return self._has_states and self._take_prompt(request, slot, running, Prefix(0, [()] * len(self.groups), 0))
 
     def _take_prompt(self, request: Request, slot: int, running: Collection[Request], prefix: Prefix) -> bool:
+        """Allocate the blocks of a prompt behind `prefix`, whose blocks it shares. Return False when it has to wait."""
         pool = self.pool
-        first = [self._first_block(group, prefix) for group in range(len(self.groups))]
-        written = [self._written(group, prefix) for group in range(len(first))]
+        written = [self._written(group, prefix) for group in range(len(self.groups))]
         if any(pool.is_coming_back(key) for keys in written for key in keys):
             return False
         on_device = [list(map(pool.is_on_device, each)) for each in written]
         num_blocks = pool.blocks_for(len(request.token_ids))
         counts = [self._num_new(group, prefix, num_blocks) + sum(each) for group, each in enumerate(on_device)]
-        keys = [key for keys in prefix.keys for key in keys]
-        num_shared = pool.num_held_of(keys)
-        if self._limits.block_ratio >= 1:
-            promised = self.num_promised(running)
-            num_copied = sum(map(pool.num_held_of, written))  # those that others hold spare it no block
-            if self.max_blocks(request) - num_shared + num_copied + promised > pool.num_available:
-                return False
-        elif running:
-            # Requests in lockstep lose everything when one of them is preempted.
-            wanted = self.max_blocks(request) if request.in_lockstep else sum(counts) + len(keys)
-            if pool.num_held + wanted - num_shared > self._limits.block_ratio * pool.num_blocks:
-                return False
+        if not self._has_room(request, running, prefix, sum(counts)):
+            return False
         try:
-            blocks = iter(pool.take(sum(counts), keys))
+            blocks = iter(pool.take(sum(counts), prefix.all_keys))
         except OutOfBlocks:
             return False
-        found = [[next(blocks) for _ in each] for each in prefix.keys]
-        cache = request.cache
-        cache.block_ids = [
+        first = [self._first_block(group, prefix) for group in range(len(self.groups))]
+        found = [[next(blocks) for _ in keys] for keys in prefix.keys]
+        request.cache.block_ids = [
             [FREED] * n + ids + [next(blocks) for _ in range(count)]
             for n, ids, count in zip(first, found, counts, strict=True)
         ]
-        cache.num_freed = first
-        request.num_cached = request.num_computed = prefix.num_tokens(pool.block_size)
-        cache.num_published = request.num_computed // pool.block_size
-        cache.branch_point = prefix.num_paged * pool.block_size
-        if self._has_states and pool.caching:
-            cache.last_snapshot, request.num_retractable = request.num_computed, 0
-            cache.snapshots = snapshot_positions(request, pool.block_size)
-        del request.prompt_logprobs[request.num_computed :]  # of a preempted request: they are computed again
+        request.cache.num_freed = first
+        self._begin_behind(request, prefix)
         for index, each in enumerate(on_device):
             if each:
                 self._own_written(request, slot, index, first[index] + len(found[index]), each)
         self._set_writable(request)
         return True
+
+    def _has_room(self, request: Request, running: Collection[Request], prefix: Prefix, num_new: int) -> bool:
+        """Return whether `Limits.block_ratio` lets a request take `num_new` blocks beside those of its prefix now."""
+        pool, ratio = self.pool, self._limits.block_ratio
+        keys, num_groups = prefix.all_keys, len(self.groups)
+        num_shared = pool.num_held_of(keys)
+        if ratio >= 1:
+            # Shared blocks that it has to copy spare it no block.
+            num_copied = sum(pool.num_held_of(self._written(group, prefix)) for group in range(num_groups))
+            needed = self.max_blocks(request) - num_shared + num_copied
+            return needed + self.num_promised(running) <= pool.num_available
+        if not running:
+            return True
+        # Requests in lockstep lose everything when one of them is preempted.
+        needed = self.max_blocks(request) if request.in_lockstep else num_new + len(keys)
+        return pool.num_held + needed - num_shared <= ratio * pool.num_blocks
+
+    def _begin_behind(self, request: Request, prefix: Prefix) -> None:
+        """Note that a request starts to compute at the end of a cached prefix."""
+        size, cache = self.pool.block_size, request.cache
+        request.num_cached = request.num_computed = prefix.num_tokens(size)
+        cache.num_published = request.num_computed // size
+        cache.branch_point = prefix.num_paged * size
+        if self._has_states and self.pool.caching:
+            cache.last_snapshot, request.num_retractable = request.num_computed, 0
+            cache.snapshots = snapshot_positions(request, size)
+        del request.prompt_logprobs[request.num_computed :]  # of a preempted request: they are computed again
 
     def num_promised(self, running: Collection[Request]) -> int:
         """Return how many blocks the running requests may still take."""

@@ -21,6 +21,11 @@ class Prefix(NamedTuple):
     num_paged: int  # blocks up to which the other groups would have had to be found
     tail_len: int = 0  # tokens in the last block if that is not full
 
+    @property
+    def all_keys(self) -> list[bytes]:
+        """Return the keys of the blocks of all groups."""
+        return [key for keys in self.keys for key in keys]
+
     def num_tokens(self, block_size: int) -> int:
         """Return how many tokens its blocks have."""
         return self.num_blocks * block_size - (block_size - self.tail_len if self.tail_len else 0)
