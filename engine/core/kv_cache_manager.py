@@ -24,7 +24,7 @@ class KVCacheManager:
     def __init__(self, pool: BlockPool, limits: Limits):
         self.pool = pool
         self.groups = limits.cache_groups
-        self.copies: list[Copy] = []  # for the next batch
+        self._copies: list[Copy] = []  # for the next batch
         self._limits = limits
         self._prefix_cache = PrefixCache(pool, self.groups)
         self._states = [index for index, group in enumerate(self.groups) if group.kind == STATE]
@@ -143,7 +143,7 @@ class KVCacheManager:
             block = block_ids[place]
             if is_copied:
                 block_ids[place] = copies.pop(0)
-                self.copies.append(Copy(slot, index, place, block, block_ids[place]))
+                self._copies.append(Copy(slot, index, place, block, block_ids[place]))
                 self.pool.give_back([block])
             else:
                 self.pool.unpublish(block)
@@ -247,6 +247,16 @@ class KVCacheManager:
         cache.num_sent, cache.has_new_blocks = [len(ids) for ids in cache.block_ids], False
         return [ids[start:] for ids, start in zip(cache.block_ids, num_sent, strict=True)]
 
+    @property
+    def has_copies(self) -> bool:
+        """Return whether blocks wait to be copied by the next step."""
+        return bool(self._copies)
+
+    def take_copies(self) -> list[Copy]:
+        """Return the copies since the last call, which belong to the next batch."""
+        copies, self._copies = self._copies, []
+        return copies
+
     def resend_blocks(self, request: Request) -> None:
         """Let the next `take_new_blocks` return all blocks again."""
         request.cache.num_sent, request.cache.has_new_blocks = [], True
@@ -258,7 +268,7 @@ class KVCacheManager:
             self._retired.append(blocks)
         else:
             self.pool.give_back(blocks)
-        self.copies = [copy for copy in self.copies if copy.slot != request.slot]
+        self._copies = [copy for copy in self._copies if copy.slot != request.slot]
         request.num_computed = request.num_unverified = 0
         cache = request.cache
         cache.block_ids, cache.num_freed, cache.num_sent = [], [], []
@@ -328,7 +338,7 @@ class KVCacheManager:
             self.pool.give_back([source])
             [target] = self.pool.take(1)
         block_ids[place] = target
-        self.copies.append(Copy(slot, index, place, source, target))
+        self._copies.append(Copy(slot, index, place, source, target))
 
     def _set_writable(self, request: Request) -> None:
         """Note how far its own blocks reach."""

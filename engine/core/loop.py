@@ -232,8 +232,7 @@ class EngineLoop:
         return {**asdict(stats), **(drafts.stats() if drafts else {}), **(experts.stats() if experts else {})}
 
     def _launch(self) -> bool:
-        self.scheduler.now, self.scheduler.max_drafts = time.time(), self.executor.max_drafts
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(time.time(), self.executor.max_drafts)
         if batch is None:
             return False
         launched_at, num_tokens = time.monotonic(), batch.num_tokens

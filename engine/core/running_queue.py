@@ -147,9 +147,8 @@ class RunningQueue:
 
     def take_slot_changes(self) -> tuple[list[Arrival], list[Copy]]:
         """Return the arrivals and copies since the last call, which belong to the next batch."""
-        changes = self._arrivals, self.cache.copies
-        self._arrivals, self.cache.copies = [], []
-        return changes
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals, self.cache.take_copies()
 
     def allocate_or_preempt(self, request: Request) -> bool:
         """Allocate a block for the next position of `request`, preempting the youngest requests if necessary. Return
