@@ -28,7 +28,7 @@ MAX_CHOICES = 128  # largest number of prompts times n
 # OpenAI's fields and those that clients of vLLM and SGLang send
 FORWARDED_FIELDS = (
     *(each.openai_name for each in PARAMETERS),
-    *("seed", "stop", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
+    *("seed", "stop", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "bad_words_token_ids"),
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs", "cache_salt", "priority"),
     *(
         *STRUCTURED_OUTPUT_FIELDS,

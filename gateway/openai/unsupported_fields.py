@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("moderation", "whitespace_pattern", "guided_whitespace_pattern", "disaggregate_info"), ()),
     **dict.fromkeys(("return_hidden_states", "return_routed_experts", "return_meta_info", "session_params"), ()),
     **dict.fromkeys(("custom_params", "images_config", "media_io_kwargs", "mm_hashes", "response_max_tokens"), ()),
-    **dict.fromkeys(("prompt_token_ids", "completion_token_ids", "disable_chat_template", "bad_words_token_ids"), ()),
+    **dict.fromkeys(("prompt_token_ids", "completion_token_ids", "disable_chat_template"), ()),
     **dict.fromkeys(("temp_scaled_logprobs", "top_p_normalized_logprobs", "include_draft_logprobs"), ()),
     "return_prompt_text": (),
     "truncation_side": ("left",),

@@ -83,6 +83,7 @@ def test_every_extension_that_clients_of_other_servers_send_reaches_the_model():
         "chat_template_kwargs": {"enable_thinking": False},
         "cache_salt": "team a",
         "bad_words": ["x"],
+        "bad_words_token_ids": [5],
         "logit_bias": {"7": -100},
         "stop": ["a", "b"],
         "seed": 9,
@@ -470,7 +471,7 @@ def test_a_refusal_of_the_model_keeps_its_status(stream, error, kind, names, hea
 def test_a_field_is_the_native_protocols_alone_unless_openais_requests_may_have_it():
     native = """req_id max_dec_len min_dec_len seq_len topp penalty_score frequency_score presence_score infer_seed
         eos_token_ids stop_sequences return_all_tokens return_usage benchmark system response_type response_timeout
-        enable_text_truncate bad_words_token_ids apply_chat_template resume_from answer_ids cut_max_dec_len pooling
+        enable_text_truncate apply_chat_template resume_from answer_ids cut_max_dec_len pooling
         text_pair traceparent lora_name"""
     assert set(native.split()) == NATIVE_ONLY
     with running(FakeBackend("a")) as gateway:
