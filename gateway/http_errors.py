@@ -7,6 +7,7 @@ import difflib
 from aiohttp import web
 
 from engine.errors import InvalidRequest, RequestError
+from engine.settings.foreign.endpoints import instead_of
 from gateway import http_responses
 from gateway.app_keys import CONFIG
 
@@ -34,7 +35,11 @@ def http_refusal(error: web.HTTPException, request: web.Request) -> web.Response
 
 
 def _no_such_path(request: web.Request) -> str:
-    """Name the path that was probably meant, such as `/v1/chat/completions` for a base URL without `/v1`."""
+    """Name the path that was probably meant, such as `/v1/chat/completions` for a base URL without `/v1`, or what there
+    is instead of another server's endpoint."""
+    if len(request.path) <= MAX_PATH_LEN and (other := instead_of(request.path.rstrip("/"))):
+        path, server, instead = other
+        return f"{path} of {server} is not served: {instead}"
     paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
     close = difflib.get_close_matches(request.path, paths, 1, IS_CLOSE) if len(request.path) <= MAX_PATH_LEN else []
     return f"no such path, {f'did you mean {close[0]}?' if close else 'see GET / for what there is'}"

@@ -125,6 +125,7 @@ ENDPOINTS: Sequence[Endpoint] = (
     Endpoint("/", show_root, sample=_endpoints("default", {"/"})),
     Endpoint("/page/{file}", show_file, content_type="*/*"),
     *(Endpoint(path, show_health, content_type="") for path in ("/health", "/ping")),
+    Endpoint("/ping", show_health, "POST", content_type=""),  # as FastDeploy and vLLM have it
     Endpoint("/load", show_load, sample=_load(ModelState(ready=True))),
     Endpoint("/metrics", show_metrics, content_type=metrics.CONTENT_TYPE.partition(";")[0]),
     Endpoint("/status", show_status, sample=_status("default", ModelState(ready=True))),

@@ -1,4 +1,4 @@
-"""Options and variables of FastDeploy 2. Those that vLLM has as well are in vllm.py."""
+"""Options of FastDeploy 2. Those that vLLM has as well are in vllm.py."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ NO_EFFECT = {
     **dict.fromkeys(("eplb-config", "chunked-moe-size"), EXPERTS),
     **dict.fromkeys(("max-encoder-cache", "max-processor-cache"), IMAGE_CACHES),
     "deploy-modality": "ENABLE_MM=0 is for text only",
+    **dict.fromkeys(("scheduler-password", "scheduler-sync-period", "scheduler-expire-period"), LOCAL),
+    **dict.fromkeys(("scheduler-release-load-expire-period", "scheduler-reader-parallel"), LOCAL),
+    **dict.fromkeys(("scheduler-writer-parallel", "scheduler-reader-batch-size", "scheduler-writer-batch-size"), LOCAL),
+    **dict.fromkeys(("pd-comm-port", "rdma-comm-ports"), "ENGINE_WORKER_QUEUE_PORT is the port for other instances"),
+    "cache-transfer-protocol": "KV_TRANSFER says how blocks are transferred between instances",
+    "benchmark-metrics-config": "figures of all requests are at /metrics",
+    "shutdown-comm-group-if-worker-idle": "`start_server --reload MODEL` starts ranks anew",
     "write-policy": "blocks are written to the host's memory when a GPU needs their place",
 }
 FLAGS_WITHOUT_EFFECT = {
@@ -31,6 +38,7 @@ FLAGS_WITHOUT_EFFECT = {
     "enable-flashinfer-allreduce-fusion": "the fastest all-reduce that the devices allow is always taken",
     "enable-overlap-schedule": "the next step is always picked while one runs",
     "enable-output-caching": "blocks of answers are always kept for prompts that begin alike",
+    "skip-port-check": "a port that is taken is named at start",
     "disable-chunked-mm-input": "a prompt may be divided inside an image, whose embeddings are computed once",
 }
 NOT_SUPPORTED = {
@@ -40,6 +48,7 @@ NOT_SUPPORTED = {
     "plas-attention-config": "attention is always exact",
     "tokenizer-base-url": "the tokenizer is the one in the model's folder",
     **dict.fromkeys(("rsync-config", "routing-replay-config"), RELOAD),
+    "config": "every setting is an option and an environment variable",
 }
 
 ROWS: tuple[OptionRow, ...] = (
@@ -110,28 +119,15 @@ ROWS: tuple[OptionRow, ...] = (
     refused("--enable-early-stop", "a request ends with its max_tokens, stop or eos", FASTDEPLOY, is_flag=True),
     refused("--early-stop-config", "a request ends with its max_tokens, stop or eos", FASTDEPLOY),
     refused("--controller-port", "the server has no control port", FASTDEPLOY, harmless=("-1",)),
+    refused(
+        "--local-data-parallel-id", "DATA_PARALLEL_SIZE engines are a part of one server", FASTDEPLOY, harmless=("0",)
+    ),
+    refused("--enable-entropy", "answers have logprobs, not entropies", FASTDEPLOY, is_flag=True),
+    refused("--enable-keep-sampling-mask", "answers have logprobs, not masks", FASTDEPLOY, is_flag=True),
+    refused(
+        "--lm-head-fp32", "DTYPE is the type of an output projection that is not quantized", FASTDEPLOY, is_flag=True
+    ),
     *(ignored(f"--{name}", why, FASTDEPLOY) for name, why in NO_EFFECT.items()),
     *(ignored(f"--{name}", why, FASTDEPLOY, is_flag=True) for name, why in FLAGS_WITHOUT_EFFECT.items()),
     *(refused(f"--{name}", instead, FASTDEPLOY) for name, instead in NOT_SUPPORTED.items()),
-    # Variables
-    ignored("ENABLE_V1_KVCACHE_SCHEDULER", ONE_POOL, FASTDEPLOY),
-    ignored("FD_SAMPLING_CLASS", "all sampling fields of a request are always honoured", FASTDEPLOY),
-    ignored("FD_ATTENTION_BACKEND", "there is one attention kernel for each device", FASTDEPLOY),
-    ignored("FLAGS_max_partition_size", "the number of partitions follows from the load of the GPU", FASTDEPLOY),
-    ignored("FD_USE_DEEP_GEMM", "QUANT_TYPE says how matrices are stored and multiplied", FASTDEPLOY),
-    ignored("FD_USE_MACHETE", "QUANT_TYPE says how matrices are stored and multiplied", FASTDEPLOY),
-    ignored("INFERENCE_MSG_QUEUE_ID", "no System V message queue is used", FASTDEPLOY),
-    ignored("FD_MODEL_SOURCE", "models come from the Hugging Face hub (HF_ENDPOINT) or MODEL_MIRROR", FASTDEPLOY),
-    ignored("FD_MODEL_CACHE", "MODEL_DIR says where models are kept", FASTDEPLOY),
-    refused("FD_API_KEY", "API_KEY is the key, API_KEYS a file of several", FASTDEPLOY),
-    ignored("FD_LOG_LEVEL", "LOG_LEVEL is the severity", FASTDEPLOY),
-    ignored("FD_DISABLE_CHUNKED_PREFILL", "long prompts are always computed in chunks", FASTDEPLOY),
-    ignored("FD_ENC_DEC_BLOCK_NUM", ONE_POOL, FASTDEPLOY),
-    ignored("FD_MOE_BACKEND", "there is one kernel for each op and device", FASTDEPLOY),
-    ignored("FD_USE_HF_TOKENIZER", "the tokenizer is always Hugging Face's", FASTDEPLOY),
-    ignored("FD_DETERMINISTIC_MODE", "BATCH_INVARIANT=1 makes answers independent of other requests", FASTDEPLOY),
-    ignored("FD_WORKER_ALIVE_TIMEOUT", "CHECK_HEALTH_INTERVAL is the time after which the engine hangs", FASTDEPLOY),
-    ignored("FD_SUPPORT_MAX_CONNECTIONS", "MAX_CACHED_TASK_NUM limits the requests that wait", FASTDEPLOY),
-    ignored("FD_MAX_STOP_SEQS_NUM", "the limit is fixed: 64 stop sequences", FASTDEPLOY),
-    ignored("FD_STOP_SEQS_MAX_LEN", "the limit is fixed: 1024 characters a stop sequence", FASTDEPLOY),
 )

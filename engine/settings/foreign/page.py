@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine.settings.foreign.commands import COMMANDS, DEVIATIONS
+from engine.settings.foreign.endpoints import ENDPOINTS
 from engine.settings.foreign.row import SERVERS, OptionRow
 from engine.settings.foreign.table import ROWS
 
@@ -16,6 +17,10 @@ answers from the same table: it takes an option that has a counterpart under its
 changes nothing, and names the replacement of one that is refused. An environment variable that changes nothing is named
 in a note at start. `python -m engine.settings.foreign.page` prints this page; [settings.md](settings.md) describes the
 settings, [api.md](api.md) the requests."""
+PATHS = """\
+## Endpoints
+
+These endpoints of other servers are not served. The error of such a path (404) says what there is instead."""
 DEFAULTS = """\
 ## Deliberate differences
 
@@ -28,10 +33,15 @@ def page() -> str:
         parts.append(f"## {server}")
         commands = [(_code(c.theirs), _code(c.here), c.remark) for c in COMMANDS if c.server == server]
         parts.append(_table(("command", "here", "remark"), commands))
-        rows = [row for row in ROWS if server in row.servers]
+        options = [row for row in ROWS if server in row.servers]
         for kind, is_option in (("option", True), ("variable", False)):
-            if found := [_cells(row) for row in rows if row.is_option == is_option]:
-                parts.append(_table((kind, "here", "remark"), found))
+            if cells := [_cells(row) for row in options if row.is_option == is_option]:
+                parts.append(_table((kind, "here", "remark"), cells))
+    paths: dict[tuple[str, str], list[str]] = {}
+    for path, (server, instead) in ENDPOINTS.items():
+        paths.setdefault((server, instead), []).append(_code(path))
+    rows = [(", ".join(found), server, instead) for (server, instead), found in paths.items()]
+    parts += [PATHS, _table(("endpoint", "server", "here"), rows)]
     deviations = [(d.what, d.theirs, d.here, d.reason) for d in DEVIATIONS]
     parts += [DEFAULTS, _table(("what", "there", "here", "reason"), deviations)]
     return "\n\n".join(parts) + "\n"

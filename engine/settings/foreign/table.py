@@ -6,10 +6,12 @@ import os
 from collections.abc import Mapping
 
 from engine.errors import ConfigError
-from engine.settings.foreign import fastdeploy, others, paddlenlp, rank_table, vllm
+from engine.settings.foreign import fastdeploy, fastdeploy_variables, others, paddlenlp, rank_table, vllm
 from engine.settings.foreign.row import OptionRow
 
-ROWS: tuple[OptionRow, ...] = (*paddlenlp.ROWS, *fastdeploy.ROWS, *vllm.ROWS, *rank_table.ROWS, *others.ROWS)
+ROWS: tuple[OptionRow, ...] = (
+    *(*paddlenlp.ROWS, *fastdeploy.ROWS, *fastdeploy_variables.ROWS, *vllm.ROWS, *rank_table.ROWS, *others.ROWS),
+)
 OPTIONS = {name: row for row in ROWS if row.is_option for name in row.names}
 VARIABLES = {row.name: row for row in ROWS if not row.is_option}
 WITHOUT_EFFECT = {name: row.why for name, row in VARIABLES.items() if row.why}
@@ -35,4 +37,7 @@ def check_variables(environ: Mapping[str, str] = os.environ) -> None:
 
 def notes_on_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for every variable that is set and changes nothing here."""
-    return [f"{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if environ.get(name)]
+    known = [f"{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if environ.get(name)]
+    harmless = {name: row for name, row in VARIABLES.items() if row.harmless and environ.get(name)}
+    notes = [note for name, row in harmless.items() for note in row.meaning(name, environ[name], environ).notes]
+    return known + notes

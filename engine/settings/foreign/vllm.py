@@ -180,6 +180,9 @@ ROWS: tuple[OptionRow, ...] = (
         "--cpu-offload-gb", "EXPERTS_ON_HOST leaves experts in the host's memory, other weights are in the GPU's", VLLM
     ),
     refused("--override-generation-config", "edit generation_config.json of the model", VLLM),
+    refused("--tool-parser-plugin", "--tool-call-parser FILE.py describes how a model writes calls", *BOTH),
+    refused("--logprobs-mode", "logprobs are those of the unchanged logits", *BOTH, harmless=("raw_logprobs",)),
+    refused("--convert", "/v1/embeddings and /v1/score are served for every model", *BOTH, harmless=("auto", "none")),
     refused("--rope-scaling", "--hf-overrides changes what config.json says", VLLM),
     refused("--root-path", "a proxy in front of the server may add a path", VLLM),
     refused("--response-role", "answers have the role assistant", VLLM, harmless=("assistant",)),

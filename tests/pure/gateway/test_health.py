@@ -115,6 +115,7 @@ def test_live_needs_the_ports_for_clients():
 def test_the_service_port_tells_its_health_too():
     with running(FakeBackend()) as gateway:
         assert gateway.send("GET", "/health")[::2] == gateway.send("GET", "/ping")[::2] == (200, b"")
+        assert gateway.send("POST", "/ping")[::2] == (200, b"")
         assert gateway.send("GET", "/load")[2] == b'{"server_load":0}'
     with running(FakeBackend(state=ModelState(ready=False, reason="warming up"))) as gateway:
         status, _, payload = gateway.send("GET", "/health")

@@ -163,7 +163,14 @@ def test_a_variable_of_another_server_is_noted_or_refused():
     assert notes_on_variables({"MAX_PREFILL_BATCH": "4", "ENC_DEC_BLOCK_NUM": ""}) == [
         "MAX_PREFILL_BATCH has no effect: MAX_NUM_BATCHED_TOKENS limits a step instead"
     ]
-    check_variables({"MAX_PREFILL_BATCH": "4", "FD_API_KEY": ""})
+    check_variables({"MAX_PREFILL_BATCH": "4", "FD_API_KEY": "", "FD_ENABLE_INTERNAL_ADAPTER": "0"})
+    assert notes_on_variables({"FD_ENABLE_INTERNAL_ADAPTER": "0", "FD_PD_REORDER": "1"}) == [
+        "FD_PD_REORDER has no effect: KV_TRANSFER says how blocks are transferred; a decode instance that gets none"
+        " computes the prompt itself",
+        "FD_ENABLE_INTERNAL_ADAPTER 0 has no effect: 0 is how it works here",
+    ]
+    with pytest.raises(ConfigError, match="^ROPE_THETA is not supported: HF_OVERRIDES changes"):
+        check_variables({"ROPE_THETA": "10000"})
     with pytest.raises(ConfigError, match="^FD_API_KEY is not supported: API_KEY is the key[^:]*$"):
         check_variables({"FD_API_KEY": "a secret"})
 

@@ -243,6 +243,11 @@ def test_a_misspelt_variable_is_named_with_what_was_meant(written, meant):
     assert likely_misspelt({written: "1"}) == [f"{written} is no setting, did you mean {meant}?"]
 
 
+def test_no_variable_of_fastdeploy_is_passed_over_in_silence():
+    of_a_newer_version = {"FD_SOMETHING_NEW": "1", "FD_LOG_MAX_BYTES": "9", "FD_UNSET": "", "FD_PD_REORDER": "1"}
+    assert likely_misspelt(of_a_newer_version) == ["FD_SOMETHING_NEW has no effect: there is no such setting"]
+
+
 def test_the_usual_variables_of_a_shell_are_not_taken_for_ours():
     usual = "PATH HOME USER SHELL LANG TERM PWD HOSTNAME LOGNAME HTTP_PROXY NO_PROXY http_proxy LD_LIBRARY_PATH EDITOR"
     usual += " CUDA_VISIBLE_DEVICES OMP_NUM_THREADS PYTHONPATH VIRTUAL_ENV XDG_RUNTIME_DIR TMPDIR HF_HOME PORT"
