@@ -17,6 +17,10 @@ from engine.wire import Owner
 if TYPE_CHECKING:
     from engine.link.engine_set import Engines
 
+# The gateway limits what clients send to MAX_BODY_BYTES. The model receives more: ids, the owner, defaults, and schemas
+# of tools once more, as a grammar.
+MOST_COPIES, ADDED_BYTES = 2, 64 << 10
+
 
 class Admission:
     """Admits requests to the service or raises the error that refuses them. Thread-safe."""
@@ -32,9 +36,9 @@ class Admission:
     def take(self, payload: bytes, is_urgent: bool = False) -> None:
         """Check size and queue limits and count the request as unparsed until `mark_parsed`. Urgent requests are
         accepted by a full server, too. Raises RequestError."""
-        limit = self._options.max_body_bytes
+        limit = MOST_COPIES * self._options.max_body_bytes + ADDED_BYTES
         if len(payload) > limit:
-            text = "The request has {value} bytes, at most MAX_BODY_BYTES({limit}) are taken"
+            text = "The request has {value} bytes with what the gateway has added, at most {limit} are taken"
             raise InvalidRequest(text, value=len(payload), limit=limit)
         with self._lock:
             if not is_urgent:

@@ -64,9 +64,18 @@ def test_bad_input_gets_one_failure_and_the_service_goes_on(service, engine, pay
 
 def test_a_request_of_too_many_bytes_is_refused_unread(make):
     service, sender = make(max_body_bytes=1000), FakeSender()
-    service.submit(b"[" * 1001, sender)
+    service.submit(b"[" * 70_000, sender)
     assert sender.final["error_code"] == 400
-    assert sender.final["error_msg"] == "The request has 1001 bytes, at most MAX_BODY_BYTES(1000) are taken"
+    message = "The request has 70000 bytes with what the gateway has added, at most 67536 are taken"
+    assert sender.final["error_msg"] == message
+
+
+def test_a_body_of_the_largest_size_is_taken_with_what_the_gateway_adds_to_it(make, engine):
+    service, sender = make(max_body_bytes=1000), FakeSender()
+    service.submit(a_payload(req_id="a", input_ids=[1], user="u" * 1000), sender)
+    engine.give([1], b"a", "length")
+    wait_until(lambda: sender.sent)
+    assert sender.final["tokens_all"] == "a"
 
 
 def test_more_requests_than_the_engine_takes_are_refused_before_their_tokens_are_found(make, engine, monkeypatch):
