@@ -315,6 +315,24 @@ def test_a_signal_does_not_wait_for_a_server_that_is_silent_in_mid_file(server):
     assert RunDir(server.run_dir).read_state() is None
 
 
+@pytest.mark.parametrize("command", ["start_server", "stop_server", "run_batch"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(command):
+    program = f"""
+import os, signal, sys
+class Interrupting:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "engine.errors":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from server_scripts.commands import {command}
+sys.exit({command}())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_two_signals_at_the_same_moment_are_answered_once_and_without_a_traceback():
     program = """
 import os, signal
