@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -105,12 +106,14 @@ Answer = (
 )
 
 
-def native_json(answer: Answer) -> bytes:
-    """Return the JSON of a response as native clients get it."""
+def native_json(answer: Answer, names: Mapping[str, str] | None = None) -> bytes:
+    """Return the JSON of a response as native clients get it. `names` maps native names of fields to those by which the
+    client has called them, for the message of an error."""
     if not isinstance(answer, Failure):
         return JSON_ENCODER.encode([answer.fields()]).encode()
     fields = answer.fields()
     if answer.error.cause:
+        fields["error_msg"] = answer.error.worded(names or {})
         fields["error_template"] = answer.error.text  # for protocols with other field names
     # The text may quote the output of a chat template with a lone surrogate.
     return JSON_ENCODER.encode(fields).encode(errors="replace")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from tritonclient.grpc import service_pb2
 
 from engine import wire
-from engine.errors import EngineUnavailable
+from engine.errors import EngineUnavailable, RequestError
 from engine.settings.served import ServedModel
 from engine.wire.triton import encode_string, read_response, write_body
 from gateway.backend import ModelLost, ModelUnreachable
 from gateway.grpc_server.request import checked_payload, rewritten
 from gateway.health import CachedHealthCheck
+from gateway.native.request import names_in
 from gateway.retry import ReceivedTokens, RetryPolicy
 from gateway.triton_connections import TritonConnections
 
@@ -44,7 +46,7 @@ async def retrying_responses(
                             policy.was_answered()
                             received_tokens.add(answer)
                         is_over |= answer.is_end
-                        message.infer_response.raw_output_contents[0] = encode_string(wire.native_json(answer))
+                        message.infer_response.raw_output_contents[0] = _encoded(answer, request)
                         response = message.SerializeToString()
                     yield response
             return
@@ -52,6 +54,20 @@ async def retrying_responses(
             if not is_over:
                 await policy.wait(error, received_tokens)
                 asked = _rest(request, received_tokens)
+
+
+def _encoded(answer: wire.Answer, request: bytes) -> bytes:
+    """Return the response as the client gets it. Errors have the names by which its request has called the fields."""
+    names = names_in(_body_of(request)) if isinstance(answer, wire.Failure) and answer.error.cause else {}
+    return encode_string(wire.native_json(answer, names))
+
+
+def _body_of(message: bytes) -> dict[str, Any]:
+    """Return the JSON object of a request, or an empty one if it has none."""
+    try:
+        return wire.only_object(checked_payload(service_pb2.ModelInferRequest.FromString(message)))
+    except RequestError:
+        return {}
 
 
 def _is_unavailable(answer: wire.Answer) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from gateway.grpc_server.request import MAX_ID_LEN, InvalidInferRequest, checked
 from gateway.grpc_server.retry import RETRY_TIMEOUT_S, retrying_responses
 from gateway.health import CachedHealthCheck
 from gateway.idle_timer import IdleTimer
+from gateway.native.request import names_in
 from gateway.triton_connections import TritonConnections
 
 log = logging.getLogger(__name__)
@@ -203,19 +204,19 @@ async def _replicated(backend: Backend, name: str, body: dict[str, Any]) -> Asyn
             async for answer in answers:
                 yield _response(name, answer)
     except RequestError as error:
-        yield _response(name, wire.Failure(error, wire.req_id_of(body)))
+        yield _response(name, wire.Failure(error, wire.req_id_of(body)), names_in(body))
 
 
 def _failure(name: str, error: RequestError) -> bytes:
     return _response(name, wire.Failure(error))
 
 
-def _response(name: str, answer: wire.Answer) -> bytes:
-    """Return the response that tritonserver would send."""
+def _response(name: str, answer: wire.Answer, names: Mapping[str, str] | None = None) -> bytes:
+    """Return the response that tritonserver would send. `names` are those of `native_json`."""
     response = service_pb2.ModelStreamInferResponse()
     inference = response.infer_response
     inference.model_name, inference.model_version, inference.id = MODEL, VERSION, name
     inference.parameters["triton_final_response"].bool_param = answer.is_end
     inference.outputs.add(name=OUTPUT, datatype=DATATYPE, shape=[1])
-    inference.raw_output_contents.append(encode_string(wire.native_json(answer)))
+    inference.raw_output_contents.append(encode_string(wire.native_json(answer, names)))
     return response.SerializeToString()

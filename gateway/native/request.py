@@ -63,12 +63,12 @@ def parse(body: dict[str, Any], context: RequestContext) -> NativeExchange:
         timeout_s=_checked(body, "timeout"),
         return_usage=_checked(body, "return_usage") or False,
         received=received if body.get("benchmark") else None,
-        names=_names(body),
+        names=names_in(body),
         unenforced=_unenforced(body.get("response_format")),
     )
 
 
-def _names(body: dict[str, Any]) -> dict[str, str]:
+def names_in(body: dict[str, Any]) -> dict[str, str]:
     """Return the names by which the client has called the fields that have several, for error messages."""
     given = {name: [key for key in keys if body.get(key) is not None] for name, keys in ALIASED.items()}
     return {name: keys[0] for name, keys in given.items() if keys}

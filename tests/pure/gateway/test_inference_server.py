@@ -11,10 +11,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from tritonclient.grpc import service_pb2
 
 from engine import wire
+from engine.errors import InvalidRequest
 from gateway import retry
 from gateway.body_memory import LARGE_BYTES
 from gateway.grpc_server import stream as stream_module
 from gateway.triton_connections import SERVICE
+from tests.pure.gateway_fake import FakeBackend
 from tests.pure.inference_fake import (
     NEVER,
     PATIENCE_S,
@@ -55,6 +57,21 @@ def test_a_stream_may_have_several_requests_and_one_that_is_none_spoils_no_other
             assert [each[1] for each in found if each[0] == name] == ["a", "b"]
         assert [each for each in found if each[2]] == [("wrong", "", "Request for unknown model: 'other' is not found")]
         assert len(found) == 5
+
+    run(scenario())
+
+
+def test_a_refusal_has_the_names_by_which_the_client_has_called_the_fields(tmp_path):
+    error = InvalidRequest("{field} of {max_dec_len}", field="min_dec_len", value=9)
+    body = {"req_id": "a", "max_tokens": 5, "min_dec_len": 9}
+
+    async def scenario():
+        triton = FakeTriton(wire.write_answer(wire.Failure(error, "a")))
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            [(_, failure, _)] = await answers(stub.ModelStreamInfer(iter([a_request(**body)])))
+        assert (failure["error_msg"], failure["error_field"]) == ("min_dec_len of max_tokens", "min_dec_len")
+        [response] = [each async for each in stream_module._replicated(FakeBackend(error), "a", body)]
+        assert b'"error_msg": "min_dec_len of max_tokens"' in response
 
     run(scenario())
 
