@@ -244,11 +244,12 @@ def messages(key: str, value: Any) -> list[dict[str, Any]]:
     checked = []
     for index, item in enumerate(_at_most(MAX_MESSAGES, key, _filled_list(key, value))):
         if not isinstance(item, dict):
-            text = f"The items in {{field}} must be objects, {{value}} is {kind_of(item)}"
+            text = f"The items in {{field}} must be objects, {{field}}[{index}] is {kind_of(item)}: {{value}}"
             raise InvalidRequest(text, field=key, value=brief(item))
         if item.get("content") is None and not item.get("tool_calls"):
-            raise InvalidRequest("The item in {field} must include `content`", field=key)
-        within(key, "[].role", filled_string, item.get("role", "user"))
+            text = f"The item in {{field}} must include `content`, {{field}}[{index}] has none"
+            raise InvalidRequest(text, field=key)
+        within(key, f"[{index}].role", filled_string, item.get("role", "user"))
         content = item.get("content", "")
         if isinstance(content, list):
             item = {
@@ -256,7 +257,7 @@ def messages(key: str, value: Any) -> list[dict[str, Any]]:
                 "content": [_part(key, f"[{index}].content[{at}]", each) for at, each in enumerate(content)],
             }
         elif content is not None:
-            within(key, "[].content", string, content)
+            within(key, f"[{index}].content", string, content)
         checked.append({"role": "user", **item})
     return checked
 
@@ -265,7 +266,7 @@ def _part(key: str, place: str, part: Any) -> dict[str, Any]:
     """Check one content part. `place` is its path in the messages."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
-        within(key, "[].content[].text", string, part.get("text"))
+        within(key, f"{place}.text", string, part.get("text"))
         return part
     if kind == IMAGE:
         try:
@@ -275,7 +276,8 @@ def _part(key: str, place: str, part: Any) -> dict[str, Any]:
     if kind in UNSUPPORTED:
         text = f"The `{{field}}{place}` is of type {{value}}, which is not supported: parts are of type text or {IMAGE}"
         raise InvalidRequest(text, field=key, value=kind)
-    raise refusal(key, f"may hold parts of type `text` and `{IMAGE}` only, {{value}} is none", brief(part))
+    text = f"The `{{field}}{place}` must be a part of type `text` or `{IMAGE}`, it is {{value}}"
+    raise InvalidRequest(text, field=key, value=brief(part))
 
 
 @accepts(
@@ -305,7 +307,7 @@ def json_object(key: str, value: Any) -> dict[str, Any]:
 def objects(key: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise refusal(key, "must be a list, it is {value}", kind_of(value))
-    return [within(key, "[]", json_object, item) for item in value]
+    return [within(key, f"[{index}]", json_object, item) for index, item in enumerate(value)]
 
 
 PIXELS = ("min_pixels", "max_pixels")  # of `mm_processor_kwargs`; FastDeploy writes image_ in front of them

@@ -27,8 +27,8 @@ def choice(key: str, value: Any) -> StructuredOutput:
         raise refusal(key, "must be a list of strings, it is {value}", "empty" if value == [] else kind_of(value))
     if len(value) > MAX_CHOICES:
         raise refusal(key, "has {value} items, the limit is {limit}", len(value), MAX_CHOICES)
-    for item in value:
-        within(key, "[]", filled_string, item)
+    for index, item in enumerate(value):
+        within(key, f"[{index}]", filled_string, item)
     return StructuredOutput(key, "choice", check_size(key, value))
 
 

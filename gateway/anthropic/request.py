@@ -62,7 +62,7 @@ def chat_of(body: Json) -> Json:
     """
     chat: Json = {"messages": _messages(body)}
     if body.get("tools"):
-        chat["tools"] = [_tool(each) for each in wire.objects("tools", body["tools"])]
+        chat["tools"] = [_tool(each, f"[{at}]") for at, each in enumerate(wire.objects("tools", body["tools"]))]
     if chat["messages"] and chat["messages"][-1].get("role") == "assistant":
         chat["continue_final_message"] = True
     return chat
@@ -91,20 +91,20 @@ def _turn(turn: Json, place: str) -> list[Json]:
     """
     content = turn.get("content")
     if (role := turn.get("role")) not in ROLES:
-        text = "`{field}[].role` must be one of {limit}, it is {value}"
+        text = f"`{{field}}{place}.role` must be one of {{limit}}, it is {{value}}"
         raise InvalidRequest(text, field="messages", value=wire.shown(role), limit=[*ROLES])
     if not isinstance(content, list):
         return [turn]
     message: Json = {"role": role, "content": []}
     results: list[Json] = []
-    for at, block in enumerate(wire.within("messages", "[].content", wire.objects, content)):
+    for at, block in enumerate(wire.within("messages", f"{place}.content", wire.objects, content)):
         kind, place_of_block = block.get("type"), f"{place}.content[{at}]"
         if kind == "tool_result":
             content_of_result = _parts(block.get("content") or "", place_of_block)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content_of_result})
         elif kind == "tool_use":
-            arguments = wire.within("messages", "[].content[].input", check_object, block.get("input"))
-            name = wire.within("messages", "[].content[].name", check_string, block.get("name"))
+            arguments = wire.within("messages", f"{place_of_block}.input", check_object, block.get("input"))
+            name = wire.within("messages", f"{place_of_block}.name", check_string, block.get("name"))
             function = {"name": name, "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
@@ -118,14 +118,15 @@ def _turn(turn: Json, place: str) -> list[Json]:
 def _parts(content: Any, place: str) -> Any:
     """Return the content of a tool result as that of a chat message."""
     if not isinstance(content, list):
-        return check_string("messages", content)
-    return [_part(each, f"{place}.content[{at}]") for at, each in enumerate(wire.objects("messages", content))]
+        return wire.within("messages", f"{place}.content", check_string, content)
+    parts = wire.within("messages", f"{place}.content", wire.objects, content)
+    return [_part(each, f"{place}.content[{at}]") for at, each in enumerate(parts)]
 
 
 def _part(block: Json, place: str) -> Json:
     """Return the part of a chat message for a block of text or an image."""
     if block.get("type") != "image":
-        return _text("messages", block)
+        return _text("messages", block, place)
     source = block.get("source")
     match source:
         case {"type": "base64", "media_type": str(media_type), "data": str(data)}:
@@ -141,23 +142,22 @@ def _part(block: Json, place: str) -> Json:
 def _texts(name: str, content: Any) -> Any:
     if not isinstance(content, list):
         return check_string(name, content)
-    return [_text(name, each) for each in wire.objects(name, content)]
+    return [_text(name, each, f"[{at}]") for at, each in enumerate(wire.objects(name, content))]
 
 
-def _text(name: str, block: Json) -> Json:
+def _text(name: str, block: Json, place: str) -> Json:
     if block.get("type") != "text":
-        text = "`{field}` may hold blocks of text, images, thinking and tools only, {value} is none"
+        text = f"`{{field}}{place}` must be a block of text, an image, thinking or a tool, it is {{value}}"
         raise InvalidRequest(text, field=name, value=wire.shown(block))
-    place = "[].content[].text" if name == "messages" else "[].text"
-    return {"type": "text", "text": wire.within(name, place, check_string, block.get("text"))}
+    return {"type": "text", "text": wire.within(name, f"{place}.text", check_string, block.get("text"))}
 
 
-def _tool(tool: Json) -> Json:
+def _tool(tool: Json, place: str) -> Json:
     if tool.get("type", "custom") not in ("custom", None):
-        text = "`{field}` may have the type `custom` only, {value} has another"
+        text = f"`{{field}}{place}` must be of type `custom`, it is {{value}}"
         raise InvalidRequest(text, field="tools", value=wire.shown(tool))
-    name = wire.within("tools", "[].name", check_string, tool.get("name"))
-    schema = wire.within("tools", "[].input_schema", check_object, tool.get("input_schema") or {})
+    name = wire.within("tools", f"{place}.name", check_string, tool.get("name"))
+    schema = wire.within("tools", f"{place}.input_schema", check_object, tool.get("input_schema") or {})
     function = {"name": name, "parameters": schema}
     function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": function}

@@ -224,7 +224,8 @@ def chat_source(body: dict[str, Any]) -> dict[str, Any]:
     if "messages" not in body:
         raise InvalidRequest("`{field}` is missing", field="messages")
     messages = _checked(body, "messages", CHECKS["messages"])
-    return {"messages": [_as_templates_have_it(with_parsed_arguments(each)) for each in messages]}
+    with_calls = [with_parsed_arguments(each, index) for index, each in enumerate(messages)]
+    return {"messages": [_as_templates_have_it(each) for each in with_calls]}
 
 
 def _as_templates_have_it(message: dict[str, Any]) -> dict[str, Any]:

@@ -122,13 +122,13 @@ def _checked_tools(given: Any) -> list[dict[str, Any]]:
     tools = wire.objects("tools", given)
     refuse_more("tools", len(tools), MAX_TOOLS)
     names: set[str] = set()
-    for tool in tools:
+    for at, tool in enumerate(tools):
         if tool.get("type") != "function":
-            text = "`{field}` may have the type `function` only, {value} has another"
+            text = f"`{{field}}[{at}]` must be of type `function`, it is {{value}}"
             raise InvalidRequest(text, field="tools", value=wire.shown(tool))
-        function = wire.within("tools", "[].function", check_object, tool.get("function"))
-        name = wire.within("tools", "[].function.name", check_string, function.get("name"))
-        _arguments(function, is_strict=False)
+        function = wire.within("tools", f"[{at}].function", check_object, tool.get("function"))
+        name = wire.within("tools", f"[{at}].function.name", check_string, function.get("name"))
+        _arguments(function, False, f"[{at}]")
         if name in names:
             text = "`{field}` has more than one with the name {value}: the arguments of a call could not be assigned"
             raise InvalidRequest(text, field="tools", value=wire.shown(name))
@@ -173,11 +173,11 @@ def _parameters(function: Mapping[str, Any]) -> Any:
     return function.get("parameters") or {"type": "object", "properties": {}}
 
 
-def _arguments(function: Mapping[str, Any], is_strict: bool) -> wire.StructuredOutput:
+def _arguments(function: Mapping[str, Any], is_strict: bool, place: str = "[]") -> wire.StructuredOutput:
     """Return the form of a function's arguments. Raise InvalidRequest that names the function."""
     check = wire.json_schema if is_strict else wire.lenient_json_schema
     try:
-        return wire.within("tools", "[].function.parameters", check, _parameters(function))
+        return wire.within("tools", f"{place}.function.parameters", check, _parameters(function))
     except InvalidRequest as error:
         named = f"Function {literally(wire.shown(function['name']))}: {error.text}"
         raise InvalidRequest(named, **error.cause) from None
@@ -196,12 +196,14 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose tool calls have objects as arguments. Clients send text; chat templates expect objects."""
+def with_parsed_arguments(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return a message whose tool calls have objects as arguments. Clients send text; chat templates expect objects.
+    `index` is its place in the messages."""
     if not (calls := message.get("tool_calls")):
         return message
     if not isinstance(calls, list) or not all(_name(call) for call in calls):
-        text = "`{field}[].tool_calls` must be a list of calls, each of a `function` with a `name`, it is {value}"
+        place = f"`{{field}}[{index}].tool_calls`"
+        text = f"{place} must be a list of calls, each of a `function` with a `name`, it is {{value}}"
         raise InvalidRequest(text, field="messages", value=wire.shown(calls))
     return {**message, "content": message.get("content") or "", "tool_calls": [_parsed(call) for call in calls]}
 

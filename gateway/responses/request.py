@@ -79,7 +79,7 @@ def chat_of(body: Json, before: Sequence[Json] = ()) -> Json:
 
 def tools_of(body: Json) -> Json:
     """Return the `tools` field of the chat, or nothing if there are none. Raise InvalidRequest."""
-    tools = [_tool(each) for each in wire.objects("tools", body.get("tools") or [])]
+    tools = [_tool(each, f"[{at}]") for at, each in enumerate(wire.objects("tools", body.get("tools") or []))]
     return {"tools": tools} if tools else {}
 
 
@@ -134,16 +134,18 @@ def _of_answer(messages: list[Json], item: Json) -> Json:
     return messages.pop() if is_next else {}
 
 
-def _reasoning(item: Json, messages: list[Json], _: str) -> None:
-    parts = [wire.within("input", f"[].{name}", wire.objects, item.get(name) or []) for name in ("content", "summary")]
+def _reasoning(item: Json, messages: list[Json], place: str) -> None:
+    parts = [
+        wire.within("input", f"{place}.{name}", wire.objects, item.get(name) or []) for name in ("content", "summary")
+    ]
     texts = [each.get("text") for each in chain(*parts)]
     if texts := [each for each in texts if isinstance(each, str)]:
         messages.append({"role": "assistant", "reasoning_content": "\n".join(texts)})
 
 
-def _call(item: Json, messages: list[Json], _: str) -> None:
-    function = {"name": _text_of(item, "name"), "arguments": _text_of(item, "arguments")}
-    call = {"id": _text_of(item, "call_id"), "type": "function", "function": function}
+def _call(item: Json, messages: list[Json], place: str) -> None:
+    function = {name: _text_of(item, name, place) for name in ("name", "arguments")}
+    call = {"id": _text_of(item, "call_id", place), "type": "function", "function": function}
     if messages and messages[-1]["role"] == "assistant":
         messages[-1].setdefault("content", "")
         messages[-1].setdefault("tool_calls", []).append(call)
@@ -152,12 +154,12 @@ def _call(item: Json, messages: list[Json], _: str) -> None:
 
 
 def _output(item: Json, messages: list[Json], place: str) -> None:
-    call_id, output = _text_of(item, "call_id"), _content(item.get("output"), f"{place}.output")
+    call_id, output = _text_of(item, "call_id", place), _content(item.get("output"), f"{place}.output")
     messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
 
 
-def _text_of(item: Json, name: str) -> str:
-    return wire.within("input", f"[].{name}", check_string, item.get(name))
+def _text_of(item: Json, name: str, place: str) -> str:
+    return wire.within("input", f"{place}.{name}", check_string, item.get(name))
 
 
 ITEMS: dict[str, Callable[[Json, list[Json], str], None]] = {  # called with the place of the item in `input`
@@ -171,7 +173,7 @@ def _content(content: Any, place: str) -> Any:
         return content
     texts = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
     parts = []
-    for at, part in enumerate(wire.objects("input", content)):
+    for at, part in enumerate(wire.within("input", place, wire.objects, content)):
         if part.get("type") == "input_image":
             parts.append(_image(part, f"{place}[{at}]"))
             continue
@@ -187,12 +189,12 @@ def _image(part: Json, place: str) -> Json:
     return wire.image_part(part.get("image_url"), f"{place}.image_url", part.get("detail"))
 
 
-def _tool(tool: Json) -> Json:
+def _tool(tool: Json, place: str) -> Json:
     if tool.get("type") != "function":
-        text = "`{field}` may have the type `function` only, {value} has another"
+        text = f"`{{field}}{place}` must be of type `function`, it is {{value}}"
         raise InvalidRequest(text, field="tools", value=wire.shown(tool))
-    wire.within("tools", "[].name", check_string, tool.get("name"))
-    wire.within("tools", "[].parameters", check_object, tool.get("parameters") or {})
+    wire.within("tools", f"{place}.name", check_string, tool.get("name"))
+    wire.within("tools", f"{place}.parameters", check_object, tool.get("parameters") or {})
     known = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in known if tool.get(name) is not None}}
 

@@ -287,7 +287,7 @@ def test_what_cannot_be_done_is_refused_by_name(path, fields, param):
 
 
 AMBIGUOUS = "the arguments of a call could not be assigned"
-NO_CALLS = "`messages[].tool_calls` must be a list of calls, each of a `function` with a `name`"
+NO_CALLS = "`messages[1].tool_calls` must be a list of calls, each of a `function` with a `name`"
 
 
 def test_a_refusal_says_where_in_a_field_it_is_wrong():
@@ -298,15 +298,25 @@ def test_a_refusal_says_where_in_a_field_it_is_wrong():
         for fields, text in (
             (streamed, 'The `stream_options.include_usage` must be a boolean, it is "yes"'),
             (misspelt, 'unknown field "include_usgae", did you mean `include_usage`?'),
-            ({"tools": [{"type": "x"}]}, '`tools` may have the type `function` only, {"type": "x"} has another'),
+            ({"tools": [{"type": "x"}]}, '`tools[0]` must be of type `function`, it is {"type": "x"}'),
+            (
+                {"guided_choice": ["a", 5]},
+                "The `guided_choice[1]` in input parameters must be a string, it is a number",
+            ),
             ({"guided_choice": []}, "The `guided_choice` must be a list of strings, it is empty"),
-            ({"messages": [{"role": "assistant", "content": "", "tool_calls": "x"}]}, f'{NO_CALLS}, it is "x"'),
-            ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, f"{NO_CALLS}, it is [{{}}]"),
-            ({"tools": [5]}, "The `tools[]` must be an object, it is a number"),
-            ({"tools": [{"type": "function"}]}, "The `tools[].function` must be an object, it is null"),
+            (
+                {"messages": [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": "x"}]},
+                f'{NO_CALLS}, it is "x"',
+            ),
+            (
+                {"messages": [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [{}]}]},
+                f"{NO_CALLS}, it is [{{}}]",
+            ),
+            ({"tools": [5]}, "The `tools[0]` must be an object, it is a number"),
+            ({"tools": [{"type": "function"}]}, "The `tools[0].function` must be an object, it is null"),
             (
                 {"tools": [function]},
-                'Function "f": The `tools[].function.parameters` must be an object, it is a number',
+                'Function "f": The `tools[0].function.parameters` must be an object, it is a number',
             ),
             ({"tools": [A_TOOL] * 2}, f'`tools` has more than one with the name "f": {AMBIGUOUS}'),
         ):

@@ -59,6 +59,8 @@ def test_the_req_id_of_a_wrong_body_is_found_where_there_is_one():
 
 # --- fields
 
+A_MESSAGE = {"content": "a"}
+
 
 def test_what_is_not_given_has_the_documented_default():
     request = parsed()
@@ -194,10 +196,15 @@ def test_messages_get_the_role_of_the_user_where_they_have_none():
         ({"input_ids": [1.0]}, "The `input_ids` must hold token ids, 1.0 is none"),
         ({"messages": []}, "The `messages` in input parameters cannot be empty"),
         ({"messages": [{}] * 10_001}, "The `messages` has 10001 items, the limit is 10000"),
-        ({"messages": ["hi"]}, "The items in messages must be objects"),
-        ({"messages": [{"role": "user"}]}, "The item in messages must include `content`"),
-        ({"messages": [{"role": 1, "content": ""}]}, "The `messages[].role` in input parameters must be a string"),
-        ({"messages": [{"content": [{"type": "image"}]}]}, "may hold parts of type `text` and `image_url` only"),
+        ({"messages": ["hi"]}, 'The items in messages must be objects, messages[0] is a string: "hi"'),
+        ({"messages": [A_MESSAGE, {"role": "user"}]}, "must include `content`, messages[1] has none"),
+        ({"messages": [A_MESSAGE, {"content": 5}]}, "The `messages[1].content` in input parameters must be a string"),
+        ({"messages": [{"role": 1, "content": ""}]}, "The `messages[0].role` in input parameters must be a string"),
+        ({"messages": [{"content": [{"type": "text"}]}]}, "The `messages[0].content[0].text` in input parameters must"),
+        (
+            {"messages": [{"content": [{"type": "image"}]}]},
+            "The `messages[0].content[0]` must be a part of type `text` or `image_url`, it is",
+        ),
         ({"messages": [{"content": "\udfff"}]}, "must be valid Unicode"),
         (
             {"messages": [{"content": "x"}, {"content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]},
