@@ -22,6 +22,7 @@ MAX_REQ_ID_LEN = 256
 MAX_N = 16  # answers to one prompt
 POOLINGS = ("last", "mean")
 SCORE = "score"  # another value of `pooling`: the output of the classifier for the last token
+TEXTS = ("refusal", "input_text", "output_text")  # kinds of parts that are text for the model, as in OpenAI's APIs
 TOKEN_ID = re.compile("[0-9]{1,10}")
 
 SHORT_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LEN}
@@ -246,6 +247,8 @@ def messages(key: str, value: Any) -> list[dict[str, Any]]:
         if not isinstance(item, dict):
             text = f"The items in {{field}} must be objects, {{field}}[{index}] is {kind_of(item)}: {{value}}"
             raise InvalidRequest(text, field=key, value=brief(item))
+        if item.get("content") is None and isinstance(item.get("refusal"), str):  # an answer that a client sends back
+            item = {**item, "content": item["refusal"]}
         if item.get("content") is None and not item.get("tool_calls"):
             text = f"The item in {{field}} must include `content`, {{field}}[{index}] has none"
             raise InvalidRequest(text, field=key)
@@ -268,6 +271,9 @@ def _part(key: str, place: str, part: Any) -> dict[str, Any]:
     if kind == "text":
         within(key, f"{place}.text", string, part.get("text"))
         return part
+    if kind in TEXTS:
+        name = "refusal" if kind == "refusal" else "text"
+        return {"type": "text", "text": within(key, f"{place}.{name}", string, part.get(name))}
     if kind == IMAGE:
         try:
             return checked_part(part, place)

@@ -110,6 +110,16 @@ def test_a_field_is_read_under_each_of_its_names(fields, name, value):
     assert type(found) is type(value)
 
 
+def test_parts_and_refusals_of_an_answer_that_a_client_sends_back_are_text():
+    kinds = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+    content = [{"type": kind, name: kind} for kind, name in kinds.items()]
+    [message, refused] = parsed(
+        text=None, messages=[{"content": content}, {"role": "assistant", "content": None, "refusal": "no"}]
+    ).messages
+    assert message["content"] == [{"type": "text", "text": kind} for kind in kinds]
+    assert refused["content"] == "no"
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [
