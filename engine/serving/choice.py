@@ -97,7 +97,7 @@ class Choice:
         return wire.Final(
             **fields,
             finish_reason=answer.finish_reason,
-            stop_reason=answer.stop_string,
+            stop_reason=self._stop_id() if answer.stop_string is None else answer.stop_string,
             tokens_all=answer.text,
             tokens_all_ids=answer.token_ids,
             is_end=is_end,
@@ -131,6 +131,12 @@ class Choice:
         if not request.return_token_ids:
             return None if logprobs is None else wire.PromptDetails(logprobs=logprobs)
         return wire.PromptDetails(ids, self._tokenizer.decode(ids), logprobs)
+
+    def _stop_id(self) -> int | None:
+        """Return the id that ended the answer if only the request makes it end answers, as in vLLM."""
+        token_id = self.answer.stop_token[0] if self.answer.stop_token else None
+        own = () if self._request.ignore_eos else self._tokenizer.eos_token_ids
+        return token_id if token_id in self._request.eos_token_ids and token_id not in own else None
 
     def _stop_token(self) -> wire.TokenLogprob | None:
         is_asked_for = self._request.return_token_ids or self._returns_logprobs

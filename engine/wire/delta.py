@@ -127,7 +127,7 @@ class Final(Delta, frozen=True, tag="final", array_like=True, kw_only=True):
     """Last response of a choice, with its whole text. One of several choices has `is_end` and ends the request."""
 
     finish_reason: str
-    stop_reason: str | None = None  # the stop string
+    stop_reason: str | int | None = None  # the stop string, or a stop id of the request
     tokens_all: str
     tokens_all_ids: list[int]
     is_end: bool = True

@@ -24,7 +24,7 @@ class MessagesExchange(ContentBlockExchange):
         return {**about, "content": content, **fields}
 
     def _end(self) -> Json:
-        stop_text = self.choice.stop_reason
+        stop_text = self.choice.stop_reason if isinstance(self.choice.stop_reason, str) else None
         reason = "stop_sequence" if stop_text is not None else REASONS[self.choice.finish_reason or "stop"]
         return {"stop_reason": reason, "stop_sequence": stop_text}
 

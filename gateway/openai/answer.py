@@ -37,7 +37,7 @@ class ChoiceState:
     aligned: TextOffsets = field(default_factory=TextOffsets)
     usage: Usage = Usage()
     finish_reason: str | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     has_begun: bool = False
 
     def take(self, answer: Delta) -> list[OutputPart]:

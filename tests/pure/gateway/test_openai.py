@@ -95,12 +95,13 @@ def test_the_models_are_listed_with_their_length(base):
             client.models.retrieve("gpt-4")
 
 
-def test_the_stop_string_is_returned_with_the_finish_reason():
-    with client_for(FakeBackend("a", stop_reason="END")) as client:
+@pytest.mark.parametrize("stop", ["END", 7])
+def test_the_stop_string_or_id_is_returned_with_the_finish_reason(stop):
+    with client_for(FakeBackend("a", stop_reason=stop)) as client:
         [choice] = client.chat.completions.create(**A_CHAT).choices
         chunks = list(client.chat.completions.create(**A_CHAT, stream=True))
-    assert (choice.finish_reason, choice.stop_reason) == ("stop", "END")
-    assert [getattr(chunk.choices[0], "stop_reason", "absent") for chunk in chunks] == ["absent", "absent", "END"]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    assert [getattr(chunk.choices[0], "stop_reason", "absent") for chunk in chunks] == ["absent", "absent", stop]
 
 
 # --- streams, to the byte ---------------------------------------------------------------------------------------

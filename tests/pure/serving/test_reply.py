@@ -126,6 +126,23 @@ def test_a_stop_string_ends_the_answer_and_is_not_shown(make):
     assert reply.calls[-1] == "finished"
 
 
+@pytest.mark.parametrize(
+    ("fields", "token_id", "reason"),
+    [
+        ({"stop_token_ids": [7]}, 7, 7),
+        ({"stop_token_ids": [7]}, EOS_ID, None),
+        ({"stop_token_ids": [EOS_ID]}, EOS_ID, None),  # it ends answers anyhow
+        ({"stop_token_ids": [EOS_ID], "ignore_eos": True}, EOS_ID, EOS_ID),
+    ],
+)
+def test_the_id_of_the_request_that_ended_the_answer_is_the_reason(make, fields, token_id, reason):
+    reply = make(**fields)
+    give(reply, "a")
+    reply.listeners[0].tokens([token_id], None, "stop")
+    final = send(reply).final
+    assert (final["tokens_all"], final["finish_reason"], final["stop_reason"]) == ("a", "stop", reason)
+
+
 def test_a_stop_string_is_shown_when_asked_for(make):
     reply = make(stop="END", include_stop_str_in_output=True)
     give(reply, "one END two")
