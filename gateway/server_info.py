@@ -9,7 +9,9 @@ from typing import Any
 from aiohttp import web
 
 from engine import __version__
-from engine.wire import ModelState
+from engine.errors import UnknownModel, literally
+from engine.settings.served import OWN_NAME
+from engine.wire import ModelState, shown
 from gateway import metrics
 from gateway.app_keys import BACKEND, CONFIG, DOCUMENT, OPENAI, READY, served_name
 from gateway.endpoint import Endpoint
@@ -78,9 +80,12 @@ async def show_model(request: web.Request) -> web.Response:
     """Return the served model or the adapter of this name."""
     request[CONTEXT].protocols = [OPENAI]
     models = {model["id"]: model for model in await _models(request.app)}
-    if (model := models.get(request.match_info["model"])) is None:
-        names = ", ".join(f"`{name}`" for name in models)
-        raise web.HTTPNotFound(text=f"the served model{'s are' if len(models) > 1 else ' is'} {names}")
+    name = request.match_info["model"]
+    own = served_name(request.app) if name == OWN_NAME else name
+    if (model := models.get(own)) is None:
+        names = literally(", ".join(f"`{each}`" for each in models))
+        text = f"the served model{'s are' if len(models) > 1 else ' is'} {names}, {{value}} is none of them"
+        raise UnknownModel(text, field="model", value=shown(name))
     return json_response(model)
 
 

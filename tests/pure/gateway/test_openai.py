@@ -91,8 +91,10 @@ def test_the_models_are_listed_with_their_length(base):
         assert (model.id, model.object, model.max_model_len) == ("deepseek-ai/R1", "model", 8192)
         assert (model.input_modalities, model.output_modalities) == (["text"], ["text"])
         assert client.models.retrieve("deepseek-ai/R1") == model
-        with pytest.raises(openai.NotFoundError, match="the served model is `deepseek-ai/R1`"):
+        assert client.models.retrieve("default") == model
+        with pytest.raises(openai.NotFoundError, match="the served model is `deepseek-ai/R1`") as caught:
             client.models.retrieve("gpt-4")
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
 @pytest.mark.parametrize("stop", ["END", 7])
