@@ -108,10 +108,10 @@ class OpenAIExchange(CompletionExchange):
                 tokens.append(answer.stop_token)
         return tokens, ids
 
-    def _usage(self) -> dict[str, Any]:
-        """Return the usage. A prompt is counted once, however many choices it has."""
+    def _usage(self, num_unsent: int = 0) -> dict[str, Any]:
+        """Return the usage without `num_unsent` tokens. A prompt is counted once, however many choices it has."""
         prompt_usages = [choice.usage for choice in self._choices[:: self.completion.n]]
-        num_prompt, num_new = sum(usage.prompt_tokens for usage in prompt_usages), self.num_tokens
+        num_prompt, num_new = sum(usage.prompt_tokens for usage in prompt_usages), self.num_tokens - num_unsent
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
         details: Counter[str] = Counter()
         for each in prompt_usages:
@@ -157,13 +157,16 @@ class OpenAIExchange(CompletionExchange):
             chunks.append(chunk)
         if not self.completion.is_chat:
             return [self._chunk([chunk | prompt_fields]) for chunk in chunks]
-        return [self._chunk([chunk]) | (prompt_fields if place == 0 else {}) for place, chunk in enumerate(chunks)]
+        last = len(chunks) - 1  # the one before has the role and no token yet
+        unsent = [choice.usage.completion_tokens if place < last else 0 for place in range(len(chunks))]
+        made = [self._chunk([chunk], num_unsent) for chunk, num_unsent in zip(chunks, unsent, strict=True)]
+        return [chunk | (prompt_fields if place == 0 else {}) for place, chunk in enumerate(made)]
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], num_unsent: int = 0) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.completion.is_chat else "text_completion"
         chunk = {**self._head, "object": kind, "choices": choices}
         if self.completion.include_usage:
-            chunk["usage"] = self._usage() if self.completion.continuous_usage else None
+            chunk["usage"] = self._usage(num_unsent) if self.completion.continuous_usage else None
         return chunk
 
     # --- one piece ---

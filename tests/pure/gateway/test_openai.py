@@ -136,7 +136,11 @@ def test_usage_may_be_in_every_chunk():
     options = {"include_usage": True, "continuous_usage_stats": True}
     with running(FakeBackend("a", "b")) as gateway:
         stream = gateway.stream(COMPLETIONS, {**A_COMPLETION, "stream": True, "stream_options": options})
-    assert [chunk["usage"]["completion_tokens"] for chunk in events(stream)[:-1]] == [1, 2, 2, 2]
+        assert [chunk["usage"]["completion_tokens"] for chunk in events(stream)[:-1]] == [1, 2, 2, 2]
+        chat = gateway.stream(CHAT, {**A_CHAT, "n": 2, "stream": True, "stream_options": options})
+        usages = [(chunk["choices"], chunk["usage"]["completion_tokens"]) for chunk in events(chat)[:-1]]
+    of_roles = [usage for choices, usage in usages if choices and "role" in choices[0]["delta"]]
+    assert of_roles == [0, 1]  # those of the other choice, none of its own
 
 
 def test_text_that_is_held_back_makes_no_chunk():
