@@ -12,7 +12,8 @@
 #include "../engine/ops/cpu/tiles.h"
 #endif
 
-// Without the instructions that the kernels would use there is no limit to compare with: 0.
+// With AVX2, bf16 is multiplied as float32. Without the instructions that the kernels would use there is no limit to
+// compare with: 0.
 extern "C" double peak_bf16_flops(int threads, int64_t steps) {
 #if defined(__AMX_BF16__)
   constexpr long kAskFor = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
@@ -42,6 +43,19 @@ extern "C" double peak_bf16_flops(int threads, int64_t steps) {
     for (int j = 0; j < 12; j++) total += static_cast<double>(_mm512_reduce_add_ps(sums[j]));
   }
   return total > 0 ? static_cast<double>(threads * steps) * 12 * 64 / (omp_get_wtime() - started) : 0;
+#elif defined(__FMA__)
+  double total = 0, started = omp_get_wtime();
+#pragma omp parallel num_threads(threads) reduction(+ : total)
+  {
+    __m256 sums[12];
+    for (int j = 0; j < 12; j++) sums[j] = _mm256_setzero_ps();
+    const __m256 ones = _mm256_set1_ps(1);
+    for (int64_t i = 0; i < steps; i++)
+#pragma GCC unroll 12
+      for (int j = 0; j < 12; j++) sums[j] = _mm256_fmadd_ps(ones, ones, sums[j]);
+    for (int j = 0; j < 12; j++) total += static_cast<double>(_mm256_cvtss_f32(sums[j]));
+  }
+  return total > 0 ? static_cast<double>(threads * steps) * 12 * 16 / (omp_get_wtime() - started) : 0;
 #else
   return threads * steps < 0;
 #endif

@@ -37,14 +37,13 @@ inline void add_tile(const RowSums& s, int64_t i, int64_t j) {
     for (int v = 0; v < V; v++) store(c + r * s.width + v * W, sums[r][v]);
 }
 
-#ifdef __AVX512F__
-constexpr int kAddVecs = 4;
-#else
-constexpr int kAddVecs = 2;
-#endif
-
 template <int M>
 inline void add_strip(const RowSums& s, int64_t i) {
+#ifdef __AVX512F__
+  constexpr int kAddVecs = 4;
+#else
+  constexpr int kAddVecs = M < 4 ? 4 : 2;  // as many as registers can hold
+#endif
   int64_t j = 0;
   for (; j + kAddVecs * W <= s.width; j += kAddVecs * W) add_tile<M, kAddVecs>(s, i, j);
   for (; j < s.width; j += W) add_tile<M, 1>(s, i, j);

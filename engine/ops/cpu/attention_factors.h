@@ -57,13 +57,13 @@ template <class Cache>
 
 // keys[d, i] = K[i, d], or the pairs of a position below each other; zeros up to the width
 template <class F, class Cache>
-inline void turn_keys(CachedRows<Cache>& rows, int64_t num_units, float* keys, int64_t key_width) {
+inline void turn_keys(CachedRows<Cache>& rows, int64_t num_units, float* keys, int64_t key_width, int64_t stride) {
   for (int64_t i = 0; i < key_width; i += W)
     for (int64_t unit = 0; unit < num_units; unit += W) {
       vec square[W];
       const int n = read_square(rows, i, unit, num_units, square);
       for (int64_t j = 0; j < n * kParts<F, Cache>; j++)
-        store(keys + (unit * kParts<F, Cache> + j) * key_width + i,
+        store(keys + (unit * kParts<F, Cache> + j) * stride + i,
               part_of<F, Cache>(square[j / kParts<F, Cache>], j % kParts<F, Cache>));
     }
 }
@@ -83,13 +83,13 @@ template <class Cache, class Half>
 }
 
 template <class F, class Cache>
-inline void lay_values(CachedRows<Cache>& rows, int64_t dim, float* values, int64_t value_width) {
+inline void lay_values(CachedRows<Cache>& rows, int64_t dim, float* values, int64_t stride) {
   constexpr int64_t at_once = 4 / sizeof(F);
   for (int64_t i = 0; i < rows.count; i += at_once) {
     auto lay = [&](int64_t d, int n) {
       vec columns[2];
       read_columns(rows, i, d, n, F(), columns);
-      for (int v = 0; v < 2; v++) store(values + i / at_once * value_width + d + v * W, columns[v]);
+      for (int v = 0; v < 2; v++) store(values + i / at_once * stride + d + v * W, columns[v]);
     };
     int64_t d = 0;
     for (; d + 2 * W <= dim; d += 2 * W) lay(d, 2 * W);

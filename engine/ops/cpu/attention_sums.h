@@ -89,9 +89,14 @@ constexpr int32_t kFirstHalf = 0xffff;  // of a pair without its other half, whi
 
 #ifdef __AVX512F__
 constexpr int kSumVecs = 4, kSumRows = 6;  // of a tile, in registers
+// Columns of b that all rows of a are multiplied with before the next ones; 0: all. The lines of b must then be in
+// different places of the L1 cache.
+constexpr int64_t kSumColumns = 0;
 #else
-constexpr int kSumVecs = 2, kSumRows = 4;
+constexpr int kSumVecs = 2, kSumRows = 6;
+constexpr int64_t kSumColumns = kSumVecs * W;
 #endif
+inline int64_t stride_of(int64_t width) { return kSumColumns ? ((width + 15) / 16 | 1) * 16 : width; }
 
 // M rows and V vectors from column j on. A sum runs over k in order, whatever M and V are.
 template <int M, int V, class F>
@@ -125,11 +130,9 @@ inline void sum_tile(const SumArgs<F>& s, int64_t j) {
 }
 
 template <int M, class F>
-inline void sum_strip(const SumArgs<F>& s, int64_t rows) {
+inline void sum_strip(const SumArgs<F>& s, int64_t rows, int64_t j, int64_t columns) {
   if constexpr (M > 1)
-    if (rows < M) return sum_strip<M - 1>(s, rows);
-  const int64_t columns = s.columns ? s.columns : s.width;
-  int64_t j = 0;
+    if (rows < M) return sum_strip<M - 1>(s, rows, j, columns);
   for (; j + kSumVecs * W <= columns; j += kSumVecs * W) sum_tile<M, kSumVecs>(s, j);
   for (; j < columns; j += 2 * W) sum_tile<M, 2>(s, j);
 }
@@ -138,10 +141,12 @@ inline void sum_strip(const SumArgs<F>& s, int64_t rows) {
 template <class F>
 inline void sum_rows(const SumArgs<F>& s, int64_t rows) {
   const int64_t count = (rows + kSumRows - 1) / kSumRows;
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t first = i * rows / count;
-    sum_strip<kSumRows>(s.from_row(first), (i + 1) * rows / count - first);
-  }
+  const int64_t columns = s.columns ? s.columns : s.width, at_once = kSumColumns ? kSumColumns : columns;
+  for (int64_t j = 0; j < columns; j += at_once)
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t first = i * rows / count;
+      sum_strip<kSumRows>(s.from_row(first), (i + 1) * rows / count - first, j, min(columns, j + at_once));
+    }
 }
 
 }  // namespace LLM_ISA

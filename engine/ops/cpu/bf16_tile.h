@@ -1,9 +1,9 @@
 // A tile of a bf16 linear layer: some rows of x times two panels of a weight, by tile registers or by vectors.
 #pragma once
+#include "product.h"
 #include "tiles.h"
-#include "vec.h"
 
-#ifdef __AVX512BF16__
+#ifdef LLM_BF16_PANELS
 namespace LLM_ISA {
 
 // A tile holds the sums of up to kPackedRows rows of x with two panels in registers. Its results after a chunk of K
@@ -11,13 +11,16 @@ namespace LLM_ISA {
 // kDepth: columns at a time; rows and panels are padded with zeros.
 #ifdef LLM_TILES
 constexpr int kPackedRows = 2 * kTileHeight, kDepth = 32;
-#else
+#elif defined(__AVX512BF16__)
 constexpr int kPackedRows = 12, kDepth = 2;
+#else
+constexpr int kPackedRows = 6, kDepth = 4;
 #endif
 
 // Operands of a tile: rows of x from `x` on, and as many pairs of columns of two panels.
 struct PackedTile {
-  const uint16_t *x, *panels[2];
+  const bf16_x* x;
+  const uint16_t* panels[2];
   int64_t x_stride, pairs;
   const char* ahead[2];  // what is wanted next, as much as there is of the panels
   float* sums;           // [rows, 2 W]
@@ -64,6 +67,7 @@ inline void multiply_tile(int64_t rows, const PackedTile& a, TileRegisters& regi
   rows > kTileHeight ? multiply_registers<kAhead, true>(a) : multiply_registers<kAhead, false>(a);
 }
 #else
+#ifdef __AVX512BF16__
 template <int M, int kAhead>
 [[gnu::noinline]] inline void multiply_tile(const PackedTile& a) {
   vec sums[2 * M] = {};
@@ -88,6 +92,35 @@ template <int M, int kAhead>
     store(to, a.is_first ? sums[i] : load(to) + sums[i]);
   }
 }
+#else
+template <int M, int kAhead>
+[[gnu::noinline]] inline void multiply_tile(const PackedTile& a) {
+  vec sums[2 * M] = {};
+  for (int64_t k = 0; k < a.pairs; k += 2) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kAhead; v++) fetch<kAhead>(a.ahead[v] + k * 4 * W);
+#pragma GCC unroll 4
+    for (int column = 0; column < 4; column++) {
+      vec columns[2];
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        const auto pairs = (int_vec)load_bf16(a.panels[v] + (k + column / 2) * 2 * W);
+        columns[v] = (vec)(column % 2 ? pairs & static_cast<int32_t>(0xffff0000) : pairs << 16);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < M; i++)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++)
+          sums[2 * i + v] = fma(set1(a.x[i * a.x_stride + 2 * k + column]), columns[v], sums[2 * i + v]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < 2 * M; i++) {
+    float* to = a.sums + i * W;
+    store(to, a.is_first ? sums[i] : load(to) + sums[i]);
+  }
+}
+#endif
 
 template <int kAhead>
 inline void multiply_tile(int64_t rows, const PackedTile& a, TileRegisters&) {
@@ -98,12 +131,14 @@ inline void multiply_tile(int64_t rows, const PackedTile& a, TileRegisters&) {
     case 4: return multiply_tile<4, kAhead>(a);
     case 5: return multiply_tile<5, kAhead>(a);
     case 6: return multiply_tile<6, kAhead>(a);
+#ifdef __AVX512BF16__
     case 7: return multiply_tile<7, kAhead>(a);
     case 8: return multiply_tile<8, kAhead>(a);
     case 9: return multiply_tile<9, kAhead>(a);
     case 10: return multiply_tile<10, kAhead>(a);
     case 11: return multiply_tile<11, kAhead>(a);
     case 12: return multiply_tile<12, kAhead>(a);
+#endif
   }
 }
 #endif

@@ -156,7 +156,7 @@ void begin_strip(const SegmentArgs<Cache>& a, const SegmentRows& strip, int64_t 
   }
   CachedRows<Cache> queries = {rows, reinterpret_cast<const char*>(rows), width, strip.count, true};
   turn_keys<typename Factor<Cache>::type>(queries, width * static_cast<int64_t>(sizeof(Cache)) / 4, r.queries,
-                                          kStripQueries);
+                                          kStripQueries, kStripQueries);
   memset(r.sums, 0, sizeof(float) * static_cast<size_t>(round_up(a.head_dim, W) * kStripQueries));
   for (int v = 0; v < kStripVecs; v++) r.largest[v] = set1(-INFINITY), r.total[v] = set1(0.0f);
 }

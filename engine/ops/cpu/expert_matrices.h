@@ -47,24 +47,24 @@ struct PlainMatrices : ExpertStack {
   }
 };
 
-#ifdef __AVX512BF16__
+#ifdef LLM_BF16_PANELS
 struct Bf16Matrices : ExpertStack {
   static constexpr int64_t kOutputs = W, kMostRows = 256;
   static constexpr bool kIsReadInPairs = true;  // the kernel reads both panels of a pair at once
   const ExpertWeights& w;
   int64_t stride;
-  uint16_t* x;
+  bf16_x* x;
 
   Bf16Matrices(const ExpertWeights& w, int64_t num_rows, int64_t num_matrices, int64_t rows_of_expert, int64_t width, bool)
       : ExpertStack(num_matrices, rows_of_expert, width, kOutputs, false), w(w), stride(packed_width(width)),
-        x(static_cast<uint16_t*>(llm_scratch(0, sizeof(uint16_t) * static_cast<size_t>(num_rows * stride)))) {}
+        x(static_cast<bf16_x*>(llm_scratch(0, sizeof(bf16_x) * static_cast<size_t>(num_rows * stride)))) {}
 
   void put(const float* from, int64_t row) const {
     round_row(from, x + row * stride, width);
     for (int64_t k = width; k < stride; k++) x[row * stride + k] = 0;
   }
   void copy(int64_t from, int64_t to) const {
-    __builtin_memcpy(x + to * stride, x + from * stride, sizeof(uint16_t) * static_cast<size_t>(stride));
+    __builtin_memcpy(x + to * stride, x + from * stride, sizeof(bf16_x) * static_cast<size_t>(stride));
   }
   const uint16_t* panel_at(int64_t expert, int64_t pair, int v) const {
     const auto* weight = static_cast<const uint16_t*>(w.weight);
@@ -82,7 +82,7 @@ struct Bf16Matrices : ExpertStack {
       panels.panels[v] = panel_at(p.block.expert, p.pair, v);
       panels.next[v] = w.is_packed ? panel_at(p.next_expert, p.next_pair, v) : panels.panels[v];
     }
-    const PackedArgs args = {x + p.block.first * stride, nullptr, rows, width, num_out, nullptr, nullptr, true, false};
+    const PackedArgs args = {x + p.block.first * stride, nullptr, rows, width, num_out, nullptr, nullptr, 0, true, false};
     multiply_pair(args, panels, 0, args.num_tiles(), products, registers);
     if (!w.bias) return;
     for (int v = 0; v < 2; v++) {
@@ -112,7 +112,7 @@ struct QuantizedMatrices : ExpertStack {
 
   void put(const float* from, int64_t row) const { put_row(from, width, x, row); }
   void copy(int64_t from, int64_t to) const {
-    __builtin_memcpy(x.row(to), x.row(from), sizeof(code_x) * static_cast<size_t>(x.width));
+    __builtin_memcpy(x.row(to), x.row(from), sizeof(*x.codes) * static_cast<size_t>(x.width));
     for (int64_t g = 0; g < x.groups; g++) {
       x.scales[g * x.rows + to] = x.scales[g * x.rows + from];
       x.excess[g * x.rows + to] = x.excess[g * x.rows + from];

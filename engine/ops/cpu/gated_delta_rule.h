@@ -171,8 +171,12 @@ struct DeltaHead {
       memcpy(lines.at(keys() + offset + place + j), inputs, sizeof(float) * static_cast<size_t>(width));
     }
     lines.each_piece(keys() + offset, place + count, [&](const float* key, int64_t first, int64_t num_keys) {
-      for (int64_t j = 0; j < count; j++)
-        for (int64_t i = first; i < min(first + num_keys, place + j + 1); i++) score(j, i, key + (i - first) * width);
+      for (int64_t j = 0; j < count; j++) {
+        const int64_t end = min(first + num_keys, place + j + 1);
+        int64_t i = first;
+        for (; i + 4 <= end; i += 4) score<4>(j, i, key + (i - first) * width);
+        for (; i < end; i++) score<1>(j, i, key + (i - first) * width);
+      }
     });
     for (int64_t v = 0; v < group; v++) {
       memset(scratch.sums, 0, sizeof(float) * static_cast<size_t>(2 * count * width));
@@ -190,17 +194,23 @@ struct DeltaHead {
     for_lanes(width, [&](int64_t d, int) { store(y + d, factor * load(x + d)); });
   }
 
-  // The products of key and query of row j with the key at place i of the chunk.
-  void score(int64_t j, int64_t i, const float* key) {
+  // The products of key and query of row j with N keys from place i of the chunk on.
+  template <int N>
+  void score(int64_t j, int64_t i, const float* keys) {
     const float* inputs = scratch.inputs + 2 * j * width;
-    vec with_key = set1(0.0f), with_query = set1(0.0f);
+    vec with_key[N] = {}, with_query[N] = {};
     for_lanes(width, [&](int64_t d, int) {
-      const vec other = load(key + d);
-      with_key = fma(load(inputs + d), other, with_key);
-      with_query = fma(load(inputs + width + d), other, with_query);
+      const vec key = load(inputs + d), query = load(inputs + width + d);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) {
+        const vec other = load(keys + n * width + d);
+        with_key[n] = fma(key, other, with_key[n]);
+        with_query[n] = fma(query, other, with_query[n]);
+      }
     });
-    scratch.scores[2 * j * kDeltaChunk + i] = sum(with_key);
-    scratch.scores[(2 * j + 1) * kDeltaChunk + i] = sum(with_query);
+    float* scores = scratch.scores + 2 * j * kDeltaChunk + i;
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) scores[n] = sum(with_key[n]), scores[kDeltaChunk + n] = sum(with_query[n]);
   }
 
   // One position of a value head: row j of the scratch, row t of the arrays.

@@ -92,7 +92,7 @@ inline void add_block(const LatentArgs<int8_t>& a, const LatentRows& r, Block<in
     });
   CachedRows<int8_t> read = block.keys;
   if (rows > kFewRows) {
-    turn_keys<int16_t>(read, a.key_dim() / 4, r.keys, r.key_width);
+    turn_keys<int16_t>(read, a.key_dim() / 4, r.keys, r.key_width, r.key_width);
     lay_values<int16_t>(block.values, a.latent_dim, r.values, r.column_stride);
   }
   float* scores = r.weights + seen_from * heads * r.key_width;

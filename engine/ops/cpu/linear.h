@@ -9,7 +9,12 @@ namespace LLM_ISA {
 // A row is cut into chunks along K. In each chunk, one output is one vector of partial sums that is added up at its
 // end; then the chunks are added in their order. These are the same operations in the same order in whatever tile an
 // output is computed, so the result of a token does not depend on its neighbours.
-constexpr int64_t kChunk = 1280;  // so that as many rows as a tile has, of x and of the weight, fit into the L1 cache
+// As many rows as a tile has, of x and of the weight, fit into the L1 cache.
+#if defined(LLM_BF16_PANELS) && !defined(__AVX512BF16__)
+constexpr int64_t kChunk = 512;  // x is float32
+#else
+constexpr int64_t kChunk = 1280;
+#endif
 
 inline int64_t chunk_size(int64_t width) {
   const int64_t count = (width + kChunk - 1) / kChunk;

@@ -11,26 +11,33 @@ struct Bf16Weight {
   bool is_packed;
 };
 
-#ifdef __AVX512BF16__
+#ifdef LLM_BF16_PANELS
 // For products of pairs the weight is stored in panels of W rows, within a panel one pair of columns after the other:
 // then lanes are along N, no sum has to be added up across them, and a panel is read from end to end.
 
-constexpr int64_t kRowsBytes = 400 << 10;  // of x that stay in the L2 cache while the panels pass
+constexpr int64_t kRowsBytes = sizeof(bf16_x) == 2 ? 400 << 10 : 256 << 10;  // of x that stay in the L2 cache while the panels pass
 constexpr int64_t kAheadBytes = 4096;      // how far ahead of its use a weight is asked for, where it is used once
 
 inline int64_t packed_width(int64_t width) { return round_up(width, kDepth); }
 
-// Rows n .. n + W as a panel; those beyond num_out are zeros.
+// square[i] = columns k + 2 i and k + 2 i + 1 of rows n .. n + W; those beyond num_out are zeros.
+[[gnu::always_inline]] inline void read_square(const uint16_t* weight, int64_t n, int64_t k, int64_t width, int64_t num_out,
+                                               vec* square) {
+#pragma GCC unroll 16
+  for (int j = 0; j < W; j++) {
+    const uint16_t* from = weight + (n + j) * width + k;
+    const int count = n + j < num_out ? static_cast<int>(min(2 * W, width - k)) : 0;
+    if (k % 32 == 0) prefetch_once(from + W * width);  // a cache line of the next panel
+    square[j] = (vec)(count == 2 * W ? load_bf16(from) : load_bf16_first(from, count));
+  }
+  transpose(square);
+}
+
+// Rows n .. n + W as a panel.
 inline void pack_panel(const uint16_t* weight, uint16_t* panel, int64_t n, int64_t width, int64_t num_out) {
   for (int64_t k = 0; k < width; k += 2 * W) {
     vec square[W];
-#pragma GCC unroll 16
-    for (int j = 0; j < W; j++) {
-      const uint16_t* from = weight + (n + j) * width + k;
-      const int count = n + j < num_out ? static_cast<int>(min(2 * W, width - k)) : 0;
-      square[j] = (vec)(count == 2 * W ? load_bf16(from) : load_bf16_first(from, count));
-    }
-    transpose(square);
+    read_square(weight, n, k, width, num_out, square);
     const int64_t pairs = min(W, (packed_width(width) - k) / 2);
     for (int64_t i = 0; i < pairs; i++) store(reinterpret_cast<float*>(panel + (k / 2 + i) * 2 * W), square[i]);
   }
@@ -50,10 +57,12 @@ inline void unpack_row(const uint16_t* packed, int64_t n, float* y, int64_t widt
 }
 
 struct PackedArgs {
-  const uint16_t *x, *weight;  // x: rows of packed_width(width)
+  const bf16_x* x;  // rows of packed_width(width)
+  const uint16_t* weight;
   int64_t rows, width, num_out;
   const float* bias;
   float* y;
+  int64_t y_stride;
   bool is_packed, is_gated;
 
   int64_t stride() const { return packed_width(width); }
@@ -81,9 +90,9 @@ inline void write_outputs(const PackedArgs& a, int64_t pair, int64_t t, int64_t 
   for (; t < t_end; t++, sums += 2 * W) {
     const vec first = load(sums) + bias[0], second = load(sums + W) + bias[1];
     if (a.is_gated) {
-      store(a.y + t * (a.num_out / 2) + pair * W, swiglu(first, second));
+      store(a.y + t * a.y_stride + pair * W, swiglu(first, second));
     } else {
-      float* y = a.y + t * a.num_out;
+      float* y = a.y + t * a.y_stride;
       store_n(y + a.first_of(pair, 0), first, count[0]);
       store_n(y + a.first_of(pair, 1), second, count[1]);
     }
@@ -142,7 +151,7 @@ inline void multiply_pair(const PackedArgs& a, int64_t pair, int64_t next, int64
 }
 
 inline void multiply_packed(const PackedArgs& a) {
-  const int64_t tiles_at_once = kRowsBytes / (kPackedRows * 2 * a.stride()) + 1, num_tiles = a.num_tiles();
+  const int64_t tiles_at_once = kRowsBytes / (kPackedRows * static_cast<int64_t>(sizeof(bf16_x)) * a.stride()) + 1, num_tiles = a.num_tiles();
   const int64_t num_blocks = (num_tiles + tiles_at_once - 1) / tiles_at_once, num_pairs = a.num_pairs();
   const int64_t count = num_blocks * num_pairs;
   const int threads = count <= 1 || a.rows * a.num_out * a.width / 8 < kSerialWork ? 1 : llm_num_threads();
@@ -160,15 +169,16 @@ inline void multiply_packed(const PackedArgs& a) {
 
 inline void linear_bf16(const float* x, const Bf16Weight& weight, const float* bias, float* y, int64_t rows,
                         int64_t width, int64_t num_out) {
-  const uint16_t* rounded = rounded_rows(x, rows, width, kDepth);
-  multiply_packed({rounded, weight.data, rows, width, num_out, bias, y, weight.is_packed, false});
+  const bf16_x* rounded = rounded_rows(x, rows, width, kDepth);
+  multiply_packed({rounded, weight.data, rows, width, num_out, bias, y, num_out, weight.is_packed, false});
 }
 
 inline bool linear_swiglu(const float* x, const void* weight, const float* bias, float* y, int64_t rows, int64_t width,
                           int64_t num_out) {
   if (num_out % (2 * W)) return false;
   const auto* packed = static_cast<const uint16_t*>(weight);
-  multiply_packed({rounded_rows(x, rows, width, kDepth), packed, rows, width, num_out, bias, y, true, true});
+  const bf16_x* rounded = rounded_rows(x, rows, width, kDepth);
+  multiply_packed({rounded, packed, rows, width, num_out, bias, y, num_out / 2, true, true});
   return true;
 }
 

@@ -13,16 +13,20 @@ namespace LLM_ISA {
 template <class F>
 struct AttentionRows {
   int64_t query_width, key_width, value_width;  // head_dim, block_size and head_dim, rounded up
-  float *keys, *values;           // one block: [D, key_width] and [block_size, value_width], where they are written down
+  float *keys, *values;           // one block: [D, key_stride] and [block_size, value_stride], where they are written down
   F *query, *factors;             // [rows, query_width], [rows, key_width]: queries and weights as they are multiplied
   float *weights, *sums;          // [rows, key_width], [rows, value_width]
   float *largest, *total, *keep;  // [rows]: of the online softmax; `keep` rescales what came before
   float *query_units, *weight_units, *key_scales, *value_scales;  // [rows], [rows], [key_width]: of whole numbers
   float softcap;
 
-  SumArgs<F> scores() const { return {query, query_width, keys, weights, key_width, query_width, nullptr, query_units}; }
+  int64_t key_stride() const { return stride_of(key_width); }
+  int64_t value_stride() const { return stride_of(value_width); }
+  SumArgs<F> scores() const {
+    return {query, query_width, keys, weights, key_width, query_width, nullptr, query_units, nullptr, 0, key_stride()};
+  }
   SumArgs<F> output(int64_t depth) const {
-    return {factors, key_width, values, sums, value_width, depth, keep, weight_units};
+    return {factors, key_width, values, sums, value_width, depth, keep, weight_units, nullptr, 0, value_stride()};
   }
 };
 template <class Cache>
@@ -41,7 +45,7 @@ RowsOf<typename Args::cache_type> carve_scratch(const Args& a, int64_t rows) {
   const struct {
     float** part;
     int64_t size;
-  } parts[] = {{&r.keys, r.query_width * r.key_width}, {&r.values, a.block_size * r.value_width},
+  } parts[] = {{&r.keys, r.query_width * r.key_stride()}, {&r.values, a.block_size * r.value_stride()},
                {&query, rows * r.query_width + W},     {&factors, rows * r.key_width},
                {&r.weights, rows * r.key_width},       {&r.sums, rows * r.value_width},
                {&r.largest, padded},                   {&r.total, padded},
@@ -162,9 +166,9 @@ inline void add_block(const Args& a, const RowsOf<Cache>& r, Block<Cache> block,
   const SumArgs<F> scores = r.scores().from_row(seen_from * group);
   auto score_them = [&](auto m) { score_few<decltype(m)::value>(scores, block.keys); };
   by_rows(rows, score_them, [&] {
-    turn_keys<F>(block.keys, r.query_width * static_cast<int64_t>(sizeof(Cache)) / 4, r.keys, r.key_width);
+    turn_keys<F>(block.keys, r.query_width * static_cast<int64_t>(sizeof(Cache)) / 4, r.keys, r.key_width, r.key_stride());
     sum_rows(scores, rows);
-    lay_values<F>(block.values, dim, r.values, r.value_width);
+    lay_values<F>(block.values, dim, r.values, r.value_stride());
   });
   if constexpr (sizeof(Cache) == 1)
     for (int64_t i = 0; i < block.keys.count; i++) {

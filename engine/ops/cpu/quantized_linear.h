@@ -12,27 +12,27 @@ namespace LLM_ISA {
 constexpr int64_t kRowsOfPiece = 512;  // whose results stay in the L2 cache until they are complete
 
 // Rows t .. t_end in tiles of nearly equal size.
-template <class F>
+template <class F, int C>
 inline void multiply_tiles(const QuantizedArgs<F>& q, Tile p, int64_t t_end, TileRegisters& registers) {
   if (multiply_by_registers(q, p, t_end, registers)) return;
-  constexpr int kRows = kSums / kCols;
+  constexpr int kRows = kSums / C;
   p.turns = (t_end - p.t + kRows - 1) / kRows;
   for (; p.turn < p.turns; p.turn++) {
     const int64_t left = p.turns - p.turn;
     const int64_t rows = (t_end - p.t + left - 1) / left;
     switch (rows) {
-      case 1: multiply_tile<F, 1>(q, p); break;
-      case 2: multiply_tile<F, 2>(q, p); break;
-      case 3: multiply_tile<F, 3>(q, p); break;
-      case 4: multiply_tile<F, 4>(q, p); break;
-      case 5: if constexpr (kRows >= 5) multiply_tile<F, 5>(q, p); break;
-      case 6: if constexpr (kRows >= 6) multiply_tile<F, 6>(q, p); break;
-      case 7: if constexpr (kRows >= 7) multiply_tile<F, 7>(q, p); break;
-      case 8: if constexpr (kRows >= 8) multiply_tile<F, 8>(q, p); break;
-      case 9: if constexpr (kRows >= 9) multiply_tile<F, 9>(q, p); break;
-      case 10: if constexpr (kRows >= 10) multiply_tile<F, 10>(q, p); break;
-      case 11: if constexpr (kRows >= 11) multiply_tile<F, 11>(q, p); break;
-      case 12: if constexpr (kRows >= 12) multiply_tile<F, 12>(q, p); break;
+      case 1: multiply_tile<F, 1, C>(q, p); break;
+      case 2: if constexpr (kRows >= 2) multiply_tile<F, 2, C>(q, p); break;
+      case 3: if constexpr (kRows >= 3) multiply_tile<F, 3, C>(q, p); break;
+      case 4: if constexpr (kRows >= 4) multiply_tile<F, 4, C>(q, p); break;
+      case 5: if constexpr (kRows >= 5) multiply_tile<F, 5, C>(q, p); break;
+      case 6: if constexpr (kRows >= 6) multiply_tile<F, 6, C>(q, p); break;
+      case 7: if constexpr (kRows >= 7) multiply_tile<F, 7, C>(q, p); break;
+      case 8: if constexpr (kRows >= 8) multiply_tile<F, 8, C>(q, p); break;
+      case 9: if constexpr (kRows >= 9) multiply_tile<F, 9, C>(q, p); break;
+      case 10: if constexpr (kRows >= 10) multiply_tile<F, 10, C>(q, p); break;
+      case 11: if constexpr (kRows >= 11) multiply_tile<F, 11, C>(q, p); break;
+      case 12: if constexpr (kRows >= 12) multiply_tile<F, 12, C>(q, p); break;
     }
     p.t += rows;
     p.y += rows * p.y_stride;
@@ -53,9 +53,13 @@ inline void multiply_panel(const QuantizedArgs<F>& q, int64_t panel, int64_t the
   for (int64_t first = 0; first < q.num_words; first += kWords) {
     const int64_t end = min(first + kWords, q.num_words);
     const uint32_t* next = end < q.num_words ? words + end * kPanel : after;
-    for (int64_t c = 0; c < kPanel && n + c < a.num_out; c += kTileOutputs)
-      multiply_tiles(q, {t, n + c, first, end, words + c, next + c, scales + c, zeros + c, y + c, y_stride}, t_end,
-                     registers);
+    const Tile all = {t, n, first, end, words, next, scales, zeros, y, y_stride};
+    if (t_end - t <= kSums / kAllCols) {
+      multiply_tiles<F, kAllCols>(q, all, t_end, registers);
+      continue;
+    }
+    for (int64_t c = 0; c < kPanel && n + c < a.num_out; c += kCols * W)
+      multiply_tiles<F, kCols>(q, all.from_output(c), t_end, registers);
   }
 }
 

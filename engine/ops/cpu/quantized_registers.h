@@ -43,7 +43,7 @@ inline void ask_ahead(const Tile& p, int c, int64_t first, int64_t end) {
 }
 
 template <int kTurn>
-inline void add_step(const Steps& steps, int64_t step, const code_x* x, int64_t width) {
+inline void add_step(const Steps& steps, int64_t step, const int8_t* x, int64_t width) {
   load_tile<6 + kTurn % 2>(steps.codes + step * steps.step_bytes, steps.stride);
   load_tile<4 + kTurn % 2>(x + step * kTileBytes, width);
   add_byte_products<kTurn, 4 + kTurn % 2, 6 + kTurn % 2>();
@@ -76,8 +76,8 @@ template <class F, bool kIsFull>
   static_assert(kGroupSteps > 0, "a register holds more codes than a group");
   constexpr int64_t kSpan = kGroupSteps > kTurns ? kGroupSteps : kTurns;
   const int64_t num_steps = (p.end - p.first) / kStepWords;
-  const code_x* x = q.x.row(p.t) + p.first * F::codes;
-  p.each_vec(q.a, [&](int c, int count) {
+  const int8_t* x = q.x.row(p.t) + p.first * F::codes;
+  p.each_vec<kCols>(q.a, [&](int c, int count) {
     const Steps steps = steps_of<F>(p, c);
     vec totals[kTileHeight] = {};
     float* y = p.y + c * W;

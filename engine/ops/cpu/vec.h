@@ -12,6 +12,11 @@
 #include "vec_portable.h"
 #endif
 
+// The weights of linear layers are stored in panels if they are bf16 (linear_bf16.h).
+#if defined(__AVX512BF16__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define LLM_BF16_PANELS
+#endif
+
 namespace LLM_ISA {
 
 typedef int32_t int_vec __attribute__((vector_size(4 * W)));

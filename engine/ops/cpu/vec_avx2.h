@@ -34,6 +34,14 @@ inline vec load_first(const uint16_t* p, int n) {
   return load(bits);
 }
 
+// 16 numbers of bf16 as they are in memory. In load_bf16_first those from n on are zero, 0 <= n < 16.
+inline __m256i load_bf16(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline __m256i load_bf16_first(const uint16_t* p, int n) {
+  uint16_t bits[2 * W] = {};
+  memcpy(bits, p, sizeof(uint16_t) * static_cast<size_t>(n));
+  return load_bf16(bits);
+}
+
 inline vec load(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
