@@ -27,6 +27,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("custom_params", "images_config", "media_io_kwargs", "mm_hashes", "response_max_tokens"), ()),
     **dict.fromkeys(("prompt_token_ids", "completion_token_ids", "disable_chat_template"), ()),
     **dict.fromkeys(("temp_scaled_logprobs", "top_p_normalized_logprobs", "include_draft_logprobs"), ()),
+    **dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video"), ()),
     "return_prompt_text": (),
     "truncation_side": ("left",),
     "function_call": ("none", "auto"),

@@ -31,7 +31,7 @@ OTHER_SERVERS = """
     separate_reasoning session_id session_params skip_special_tokens spaces_between_special_tokens stop_regex
     stop_token_ids stream_interval stream_reasoning structural_tag structured_outputs suffix temp_scaled_logprobs
     thinking_token_budget top_k top_p_normalized_logprobs trace_context truncate_prompt_tokens truncation_side
-    use_beam_search vllm_xargs watermarking whitespace_pattern
+    use_beam_search vllm_xargs watermarking whitespace_pattern max_dynamic_patch min_dynamic_patch use_audio_in_video
 """.split()
 AS_HEADERS = {"betas", "user_profile_id", "workspace_id"}  # are sent so by Anthropic's client
 VALUES = ("x", True, False, 5, {"a": 1}, ["x"])  # at least one of them asks for something, whatever the field is
