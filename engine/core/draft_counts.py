@@ -26,9 +26,9 @@ class DraftCounts:
         """Return the counts by names that `labels_of` can read."""
         counts = {DRAFTED: self._drafted, ACCEPTED: self._accepted}
         return {
-            f"{name}/{self._method}/{position}": number
+            f"{name}/{self._method}/{position}": count
             for name, by_position in counts.items()
-            for position, number in sorted(by_position.copy().items())
+            for position, count in sorted(by_position.copy().items())
         }
 
 

@@ -81,8 +81,8 @@ class WaitingQueue:
             self._finish_tag_of[request.owner] -= _cost(request)
         return True
 
-    def _insert(self, tag: float, number: int, request: Request) -> None:
-        entry = (tag, number, request)
+    def _insert(self, tag: float, arrival: int, request: Request) -> None:
+        entry = (tag, arrival, request)
         self._entry_of[request.request_id] = entry
         insort(self._order, entry)
         self.num_tokens += request.prompt_len

@@ -121,7 +121,7 @@ class StepTimes:
         return self._seconds[known] / (1 + OPTIMISM * self.age(known))
 
 
-def rounded(number: int) -> int:
+def rounded(count: int) -> int:
     """Return a number of at most four significant bits, so that similar ones are measured together."""
-    shift = max(0, number.bit_length() - 4)
-    return number >> shift << shift
+    shift = max(0, count.bit_length() - 4)
+    return count >> shift << shift

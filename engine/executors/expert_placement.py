@@ -97,7 +97,7 @@ def balanced_order(counts: Sequence[int], num_ranks: int, num_groups: int = 1) -
     If ranks do not have whole groups, the experts stay in their order."""
     size = len(counts) // num_groups if num_groups > 1 else 1  # experts that stay together
     left = [len(experts_of_rank(len(counts), rank, num_ranks)) for rank in range(num_ranks)]
-    if any(number % size for number in left):
+    if any(count % size for count in left):
         return list(range(len(counts)))
     of_units = np.reshape(counts, (-1, size)).sum(1)
     loads, units = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]

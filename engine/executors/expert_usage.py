@@ -58,12 +58,12 @@ class HostCounter:
 
     def __init__(self, num_layers: int, num_experts: int):
         self._counts = np.zeros((num_layers, num_experts), np.int64)
-        self._first = np.arange(num_layers) * num_experts  # number of the first expert of a layer
+        self._first = np.arange(num_layers) * num_experts  # index of the first expert of a layer
 
     def count(self, ids: Sequence[np.ndarray]) -> None:
         """Count the experts that were chosen: [rows, top_k] of each layer. The last may have fewer rows than others."""
-        numbers = np.concatenate(ids) + np.repeat(self._first, [len(chosen) for chosen in ids])[:, None]
-        self._counts += np.bincount(numbers.ravel(), minlength=self._counts.size).reshape(self._counts.shape)
+        indices = np.concatenate(ids) + np.repeat(self._first, [len(chosen) for chosen in ids])[:, None]
+        self._counts += np.bincount(indices.ravel(), minlength=self._counts.size).reshape(self._counts.shape)
 
     def read(self, is_final: bool = False) -> np.ndarray:
         return self._counts.copy()

@@ -73,7 +73,7 @@ class NixlBlocks:
         self._local, self._agent = local, _make_agent()
         self._staged: Region | None = None
         self._peers: dict[int, _Peer] = {}
-        self._handles: dict[int, Any] = {}  # of reads that have not ended, by their numbers
+        self._handles: dict[int, Any] = {}  # of reads that have not ended, by their ids
         self._failed: dict[int, str] = {}  # why reads have failed that have not begun
 
     @property
@@ -121,10 +121,10 @@ class NixlBlocks:
             with contextlib.suppress(Exception):
                 self._agent.remove_remote_agent(opened.agent)  # its reads fail
 
-    def fetch(self, number: int, peer: int, moves: Moves) -> None:
+    def fetch(self, read_id: int, peer: int, moves: Moves) -> None:
         opened = self._peers.get(peer)
         if opened is None or not all(0 <= block < opened.region.num_blocks for block, _ in moves):
-            self._failed[number] = "a block is not one of those that are shared"
+            self._failed[read_id] = "a block is not one of those that are shared"
             return
         assert self._staged is not None
         blocks, slots = zip(*moves, strict=True)
@@ -133,14 +133,14 @@ class NixlBlocks:
                 self._places(self._staged, slots, self._local.memory[1]),
                 self._places(opened.region, blocks, opened.device),
             )
-            self._handles[number] = self._agent.initialize_xfer("READ", *sides, opened.agent)
-            self._agent.transfer(self._handles[number])  # if it fails at once, its state says so
+            self._handles[read_id] = self._agent.initialize_xfer("READ", *sides, opened.agent)
+            self._agent.transfer(self._handles[read_id])  # if it fails at once, its state says so
         except Exception as error:
-            self._failed[number] = _text(error)
+            self._failed[read_id] = _text(error)
 
-    def fetched(self, number: int) -> str | None:
-        reason = self._failed.pop(number, "")
-        if (handle := self._handles.get(number)) and not reason:
+    def fetched(self, read_id: int) -> str | None:
+        reason = self._failed.pop(read_id, "")
+        if (handle := self._handles.get(read_id)) and not reason:
             try:
                 state = self._agent.check_xfer_state(handle)
             except Exception as error:
@@ -148,7 +148,7 @@ class NixlBlocks:
             if state == "PROC":
                 return None
             reason = "" if state == "DONE" else state
-        if handle := self._handles.pop(number, None):
+        if handle := self._handles.pop(read_id, None):
             with contextlib.suppress(Exception):
                 self._agent.release_xfer_handle(handle)
         return reason

@@ -68,11 +68,11 @@ class FetchedBlocks(DeviceBlocks, Protocol):
         """Allocate the staging area and return its number of slots. Raises OSError."""
         ...
 
-    def fetch(self, number: int, peer: int, moves: Moves) -> None:
-        """Begin to read blocks of another process to slots here. `number` identifies this read."""
+    def fetch(self, read_id: int, peer: int, moves: Moves) -> None:
+        """Begin to read blocks of another process to slots here. `read_id` identifies this read."""
         ...
 
-    def fetched(self, number: int) -> str | None:
+    def fetched(self, read_id: int) -> str | None:
         """Return None while a read has not ended, then once why it has failed, and otherwise an empty text."""
         ...
 
@@ -83,7 +83,7 @@ class BlocksOfRanks:
 
     def __init__(self, first: BlockAccess, others: Sequence[Connection]):
         self._first, self._others = first, others
-        self._reasons: dict[int, list[str | None]] = {}  # what `fetched` has returned on each rank, by numbers
+        self._reasons: dict[int, list[str | None]] = {}  # what `fetched` has returned on each rank, by the ids of reads
 
     @property
     def num_steps(self) -> int:
@@ -122,17 +122,17 @@ class BlocksOfRanks:
     def stage(self) -> int:
         return min(self._call("stage", lambda rank: ()))
 
-    def fetch(self, number: int, peer: int, moves: Moves) -> None:
-        self._reasons[number] = [None] * (1 + len(self._others))
-        self._call("fetch", lambda rank: (number, peer, moves))
+    def fetch(self, read_id: int, peer: int, moves: Moves) -> None:
+        self._reasons[read_id] = [None] * (1 + len(self._others))
+        self._call("fetch", lambda rank: (read_id, peer, moves))
 
-    def fetched(self, number: int) -> str | None:
-        reasons = self._reasons[number]
-        for rank, found in enumerate(self._call("fetched", lambda rank: (number,))):
+    def fetched(self, read_id: int) -> str | None:
+        reasons = self._reasons[read_id]
+        for rank, found in enumerate(self._call("fetched", lambda rank: (read_id,))):
             reasons[rank] = found if reasons[rank] is None else reasons[rank]
         if None in reasons:
             return None
-        return next(filter(None, self._reasons.pop(number)), "")
+        return next(filter(None, self._reasons.pop(read_id)), "")
 
     def _call(self, name: str, arguments: Callable[[int], tuple[Any, ...]], num_steps: int = 0) -> list[Any]:
         """Call a method with `arguments(rank)` on every rank and return the results. Raises what a rank has raised."""

@@ -141,10 +141,10 @@ class _Instance:
         self.refusal = ""
         self.task: asyncio.Task[None] | None = None
         self._client, self._address, self._index = client, address, index
-        self._numbers = itertools.count()
+        self._job_ids = itertools.count()
         self._pulls: dict[int, Pull] = {}
         self._queued: list[Pull] = []  # until it is connected
-        self._num_missing: dict[int, int] = {}  # blocks by the number of the pull
+        self._num_missing: dict[int, int] = {}  # blocks by job
         self._epoch = b""
         self._is_shared = False  # its caches are open here
         self._layout: BlockLayout | None = None  # of its blocks
@@ -180,21 +180,21 @@ class _Instance:
             self._finish(pull)
 
     def _ask(self, pull: Pull) -> None:
-        number, request = next(self._numbers), pull.request
-        self._pulls[number], self._num_missing[number] = pull, len(pull.keys)
+        job_id, request = next(self._job_ids), pull.request
+        self._pulls[job_id], self._num_missing[job_id] = pull, len(pull.keys)
         pull.asked_at = time.monotonic()
         if self._client.only_finds:
-            self._send(messages.FIND, number, pull.keys)
+            self._send(messages.FIND, job_id, pull.keys)
             return
         position = (request.owner, request.priority)
         token_ids = request.token_ids[: request.max_cached_tokens]
         stop_ids = request.sampling.stop_token_ids
-        self._send(messages.COMPUTE, number, token_ids, stop_ids, request.salt, position, pull.keys)
+        self._send(messages.COMPUTE, job_id, token_ids, stop_ids, request.salt, position, pull.keys)
 
     def end(self, pull: Pull) -> None:
-        for number in [number for number, each in self._pulls.items() if each is pull]:
-            self._send(messages.END, number)
-            del self._pulls[number], self._num_missing[number]
+        for job_id in [job_id for job_id, each in self._pulls.items() if each is pull]:
+            self._send(messages.END, job_id)
+            del self._pulls[job_id], self._num_missing[job_id]
 
     async def _connect_and_read(self) -> None:
         host, port = self._address
@@ -274,24 +274,24 @@ class _Instance:
     def _receive(self, kind: str, fields: Sequence[Any], content: memoryview) -> None:
         if kind == messages.BEAT:
             return
-        number, *rest = fields
-        if number not in self._pulls:  # it has ended here
+        job_id, *rest = fields
+        if job_id not in self._pulls:  # it has ended here
             return
         if kind == messages.READY:
-            self._request(number, *rest)
+            self._request(job_id, *rest)
         elif kind == messages.FOUND:
-            self._find(number, *rest)
+            self._find(job_id, *rest)
         elif kind == messages.LOCATED:
-            self._locate(number, *rest)
+            self._locate(job_id, *rest)
         elif kind == messages.BLOCK:
             index, digest = rest
-            self._write(number, index, digest, content)
+            self._write(job_id, index, digest, content)
         elif kind == messages.FAILED:
             log.warning("%s: %s", self.name, rest[0])
-            self._finish(self._pulls[number])
+            self._finish(self._pulls[job_id])
 
-    def _write(self, number: int, index: int, digest: int, content: memoryview) -> None:
-        pull, pulled = self._pulls[number], self._client.pulled
+    def _write(self, job_id: int, index: int, digest: int, content: memoryview) -> None:
+        pull, pulled = self._pulls[job_id], self._client.pulled
         key, is_whole = pull.keys[index], len(content) == self._block_bytes
         if not is_whole or digest != messages.checksum(self._epoch, key, content):
             self._refuse_block(pull)
@@ -301,56 +301,56 @@ class _Instance:
             if not pull.is_open:
                 return
             pulled.write_block(pull.block_ids[index], own)
-        self._arrive(number, [index])
+        self._arrive(job_id, [index])
 
-    def _find(self, number: int, indices: Sequence[int]) -> None:
-        pull = self._pulls[number]
-        pull.num_found = self._num_missing[number] = len(indices)
+    def _find(self, job_id: int, indices: Sequence[int]) -> None:
+        pull = self._pulls[job_id]
+        pull.num_found = self._num_missing[job_id] = len(indices)
         if indices:
-            self._request(number, indices)
+            self._request(job_id, indices)
         else:
             self._finish(pull)
 
-    def _request(self, number: int, indices: Sequence[int]) -> None:
+    def _request(self, job_id: int, indices: Sequence[int]) -> None:
         if not self._is_shared:
-            self._send(messages.PULL, number, indices)
+            self._send(messages.PULL, job_id, indices)
             return
         staging = self._client.staging
         size = staging.max_blocks if staging else len(indices)
         for start in range(0, len(indices), size):
-            self._send(messages.LOCATE, number, indices[start : start + size])
+            self._send(messages.LOCATE, job_id, indices[start : start + size])
 
-    def _locate(self, number: int, places: Sequence[tuple[int, int, int]]) -> None:
+    def _locate(self, job_id: int, places: Sequence[tuple[int, int, int]]) -> None:
         if staging := self._client.staging:
-            task = asyncio.create_task(self._fetch(staging, number, places))
+            task = asyncio.create_task(self._fetch(staging, job_id, places))
             self._fetches.add(task)
             task.add_done_callback(self._fetches.discard)
         elif self._is_shared:
-            self._copy(number, self._index, places)
+            self._copy(job_id, self._index, places)
         else:
             raise ValueError("blocks were located, but no caches are shared")
 
-    async def _fetch(self, staging: Staging, number: int, places: Sequence[tuple[int, int, int]]) -> None:
+    async def _fetch(self, staging: Staging, job_id: int, places: Sequence[tuple[int, int, int]]) -> None:
         """Read blocks into the staging area and copy them from there. If that fails, request them over TCP."""
         try:
             async with staging.fetch(self._index, [block for _, block, _ in places]) as slots:
-                if number in self._pulls:
+                if job_id in self._pulls:
                     staged = [(index, slot, digest) for (index, _, digest), slot in zip(places, slots, strict=True)]
-                    self._copy(number, STAGED, staged)
+                    self._copy(job_id, STAGED, staged)
                 return
         except TimeoutError:
             log.info("%s: the staging area is full; blocks come over TCP", self.name)
         except OSError as error:
-            if self._is_shared and number in self._pulls:  # otherwise it may have been connected again meanwhile
+            if self._is_shared and job_id in self._pulls:  # otherwise it may have been connected again meanwhile
                 log.warning("%s: blocks come over TCP from now on: %s", self.name, error)
                 self._close()
-        if number in self._pulls:
-            self._send(messages.PULL, number, [index for index, _, _ in places])
+        if job_id in self._pulls:
+            self._send(messages.PULL, job_id, [index for index, _, _ in places])
 
-    def _copy(self, number: int, peer: int, places: Sequence[tuple[int, int, int]]) -> None:
+    def _copy(self, job_id: int, peer: int, places: Sequence[tuple[int, int, int]]) -> None:
         """Copy blocks from the caches of the instance, which may have ended their lease: then they may be overwritten
         meanwhile, which changes their digest."""
-        pull, device = self._pulls[number], self._client.pulled.device
+        pull, device = self._pulls[job_id], self._client.pulled.device
         assert device is not None
         with pull.lock:
             if not pull.is_open:
@@ -360,19 +360,19 @@ class _Instance:
             if expected != messages.checksum(self._epoch, pull.keys[index], digest):
                 self._refuse_block(pull)
                 return
-        self._arrive(number, [index for index, _, _ in places])
+        self._arrive(job_id, [index for index, _, _ in places])
 
     def _refuse_block(self, pull: Pull) -> None:
         log.warning("%s: a block has a wrong checksum", self.name)
         self._finish(pull)
 
-    def _arrive(self, number: int, indices: Sequence[int]) -> None:
+    def _arrive(self, job_id: int, indices: Sequence[int]) -> None:
         """Let the engine publish blocks that were written."""
-        pull = self._pulls[number]
+        pull = self._pulls[job_id]
         pull.arrived_at = time.monotonic()
         pull.arrived += indices
-        self._num_missing[number] -= len(indices)
-        if not self._num_missing[number]:
+        self._num_missing[job_id] -= len(indices)
+        if not self._num_missing[job_id]:
             pull.has_ended = True
         self._client.notify()
 

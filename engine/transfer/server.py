@@ -98,8 +98,8 @@ class _Connection:
     def __init__(self, server: PrefillServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._served, self._epoch, self._names = server.served, server.epoch, server.names
         self._reader, self._writer = reader, writer
-        self._jobs: dict[int, PrefillJob] = {}  # by the numbers of the decode instance
-        self._number_of: dict[str, int] = {}
+        self._jobs: dict[int, PrefillJob] = {}  # by the ids of the decode instance
+        self._job_id_of: dict[str, int] = {}
         writer.transport.set_write_buffer_limits(WRITE_AHEAD_BYTES)
         self._outbox: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -118,10 +118,10 @@ class _Connection:
 
     def ready(self, job: PrefillJob, indices: Sequence[int]) -> None:
         kind = messages.READY if job.request else messages.FOUND
-        self._post(kind, self._number_of.get(job.name), indices)
+        self._post(kind, self._job_id_of.get(job.name), indices)
 
     def failed(self, job: PrefillJob, reason: str) -> None:
-        self._post(messages.FAILED, self._number_of.get(job.name), reason)
+        self._post(messages.FAILED, self._job_id_of.get(job.name), reason)
 
     def _post(self, *message: Any) -> None:
         self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
@@ -132,21 +132,21 @@ class _Connection:
             if kind == messages.COMPUTE:
                 self._compute(*fields)
             elif kind == messages.FIND:
-                number, keys = fields
-                self._begin(number, next(self._names), None, keys)
+                job_id, keys = fields
+                self._begin(job_id, next(self._names), None, keys)
             elif kind == messages.PULL:
-                number, indices = fields
+                job_id, indices = fields
                 for index in indices:
-                    self._outbox.put_nowait((messages.PULL, number, index))
+                    self._outbox.put_nowait((messages.PULL, job_id, index))
             elif kind == messages.LOCATE:
                 self._outbox.put_nowait((messages.LOCATE, *fields))
             elif kind == messages.END and (job := self._jobs.pop(fields[0], None)):
-                del self._number_of[job.name]
+                del self._job_id_of[job.name]
                 self._served.jobs.end(job)
 
     def _compute(self, *fields: Any) -> None:
         """Begin to compute a prompt. Raises ValueError for values that the engine must not get."""
-        number, token_ids, stop_token_ids, salt, queue_position, keys = fields
+        job_id, token_ids, stop_token_ids, salt, queue_position, keys = fields
         are_ids = 0 < len(token_ids) <= self._served.max_len and set(map(type, token_ids)) == {int}
         if not (are_ids and min(token_ids) >= 0 and max(token_ids) < self._served.vocab_size):
             raise ValueError("a message with a wrong prompt")
@@ -155,16 +155,16 @@ class _Connection:
         if not (tuple(map(type, queue_position)) == (str, int) and isinstance(salt, str)):
             raise ValueError("a message with a wrong queue position")
         name = next(self._names)
-        self._begin(number, name, prefill_request(name, token_ids, salt, queue_position, stop_token_ids), keys)
+        self._begin(job_id, name, prefill_request(name, token_ids, salt, queue_position, stop_token_ids), keys)
 
-    def _begin(self, number: Any, name: str, request: Request | None, keys: Any) -> None:
+    def _begin(self, job_id: Any, name: str, request: Request | None, keys: Any) -> None:
         """Begin a job. Raises ValueError for values that the engine must not get."""
-        if not (isinstance(number, int) and number not in self._jobs and len(self._jobs) < MAX_JOBS):
-            raise ValueError("a message with a wrong number")
+        if not (isinstance(job_id, int) and job_id not in self._jobs and len(self._jobs) < MAX_JOBS):
+            raise ValueError("a message with a wrong job")
         if not (isinstance(keys, tuple) and keys and set(map(type, keys)) == {bytes} and len(set(keys)) == len(keys)):
             raise ValueError("a message with wrong keys")
         job = PrefillJob(name, request, keys, self)
-        self._jobs[number], self._number_of[name] = job, number
+        self._jobs[job_id], self._job_id_of[name] = job, job_id
         self._served.jobs.begin(job)
 
     async def _send(self) -> None:
@@ -184,9 +184,9 @@ class _Connection:
             await asyncio.sleep(messages.BEAT_S)
             self._outbox.put_nowait((messages.BEAT,))
 
-    def _block(self, number: int, index: int) -> bytes:
+    def _block(self, job_id: int, index: int) -> bytes:
         """Return the message with a block, or nothing if its job has ended."""
-        job = self._jobs.get(number)
+        job = self._jobs.get(job_id)
         block = job.block_ids.get(index) if job else None
         if job is None or block is None:
             return b""
@@ -194,11 +194,11 @@ class _Connection:
         if not job.is_leased:  # the block may have been overwritten while it was read
             return b""
         digest = messages.checksum(self._epoch, job.keys[index], content)
-        return messages.pack(messages.BLOCK, number, index, digest, content=content)
+        return messages.pack(messages.BLOCK, job_id, index, digest, content=content)
 
-    def _places(self, number: int, indices: Sequence[int]) -> bytes:
+    def _places(self, job_id: int, indices: Sequence[int]) -> bytes:
         """Return the message with the places of blocks, or nothing if their job has ended."""
-        job, digests_of = self._jobs.get(number), self._served.digests
+        job, digests_of = self._jobs.get(job_id), self._served.digests
         found = [(index, job.block_ids[index]) for index in indices if index in job.block_ids] if job else []
         if job is None or digests_of is None or not found:
             return b""
@@ -209,4 +209,4 @@ class _Connection:
             (index, block, messages.checksum(self._epoch, job.keys[index], digest))
             for (index, block), digest in zip(found, digests, strict=True)
         ]
-        return messages.pack(messages.LOCATED, number, places)
+        return messages.pack(messages.LOCATED, job_id, places)

@@ -25,7 +25,7 @@ class Staging:
         for slot in range(num_slots):
             self._free.put_nowait(slot)
         self._turn = asyncio.Lock()
-        self._numbers = itertools.count()
+        self._read_ids = itertools.count()
 
     @contextlib.asynccontextmanager
     async def fetch(self, peer: int, blocks: Sequence[int]) -> AsyncIterator[list[int]]:
@@ -57,8 +57,8 @@ class Staging:
 
     async def _read(self, peer: int, moves: Moves) -> str:
         """Return an empty text when the blocks have been read, or why they have not."""
-        number = next(self._numbers)
-        self._device.fetch(number, peer, moves)
-        while (reason := self._device.fetched(number)) is None:
+        read_id = next(self._read_ids)
+        self._device.fetch(read_id, peer, moves)
+        while (reason := self._device.fetched(read_id)) is None:
             await asyncio.sleep(POLL_S)
         return reason

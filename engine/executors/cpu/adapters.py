@@ -78,12 +78,12 @@ class CpuAdapters:
         found = dict.fromkeys(adapter_of[row.slot] for row in batch.rows if row.slot in adapter_of)
         if not found:
             return None
-        number = {adapter_id: place for place, adapter_id in enumerate(found)}
-        of_row = [number.get(adapter_of.get(row.slot, ""), -1) for row in batch.rows]
+        place_of = {adapter_id: place for place, adapter_id in enumerate(found)}
+        of_row = [place_of.get(adapter_of.get(row.slot, ""), -1) for row in batch.rows]
         of_token = np.repeat(of_row, np.diff(inputs["query_starts"]))
         of_logits = of_token[inputs["logit_rows"]]
         array, kept = (CAdapterRows * len(found))(), []
-        for group, (adapter_id, place) in zip(array, number.items(), strict=True):
+        for group, (adapter_id, place) in zip(array, place_of.items(), strict=True):
             pairs = self.loaded[adapter_id].pairs
             group.pair = ctypes.addressof(pairs)
             group.end = group.pair + ctypes.sizeof(pairs)

@@ -145,12 +145,12 @@ class CallList:
         self._graph = graph
         self._root = _roots(graph)
         self._of_logits = graph.values_by_rows_of(of_logits)
-        self._kept = {self._root[number] for number in kept}
+        self._kept = {self._root[value_id] for value_id in kept}
         self.clear()
 
-    def has_logit_rows(self, number: int) -> bool:
+    def has_logit_rows(self, value_id: int) -> bool:
         """Return whether the value with this id has a row for each logit row, not for each token."""
-        return number in self._of_logits
+        return value_id in self._of_logits
 
     def clear(self) -> None:
         self.arrays: dict[int, np.ndarray] = {}
