@@ -76,9 +76,15 @@ class BeamDriver:
             raise InvalidRequest(text, field="best_of", value=sampling.num_beams, limit=max_batch)
         num_answers = 1 + len(request.forks)
         for index in range(num_answers, sampling.num_beams):
-            name = f"{request.request_id}/{index}"
-            beam = Request(name, list(request.token_ids), request.prompt_len, sampling, spans=request.spans)
-            beam.salt, beam.owner = request.salt, request.owner
+            beam = Request(
+                request_id=f"{request.request_id}/{index}",
+                token_ids=list(request.token_ids),
+                prompt_len=request.prompt_len,
+                sampling=sampling,
+                spans=request.spans,
+                salt=request.salt,
+                owner=request.owner,
+            )
             request.forks.append(beam)
         requests = [request, *request.forks]
         # Enough candidates to extend every beam, even if all stop ids are among them.

@@ -60,16 +60,16 @@ class EngineLoop:
         num_host_blocks = config.num_host_blocks(executor.block_bytes)
         pool = BlockPool(num_blocks, executor.block_size, config.enable_prefix_caching, num_host_blocks)
         limits = Limits(
-            config.batch_size,
-            config.max_step_tokens,
-            config.block_ratio,
-            config.max_cached_task_num,
-            config.max_waiting_tokens,
-            executor.max_prompt_logits,
-            _prefill_limits(config),
-            executor.cache_groups,
-            executor.takes_spans,
-            executor.max_drafts,
+            max_batch=config.batch_size,
+            max_batched_tokens=config.max_step_tokens,
+            block_ratio=config.block_ratio,
+            max_waiting=config.max_cached_task_num,
+            max_waiting_tokens=config.max_waiting_tokens,
+            max_prompt_logits=executor.max_prompt_logits,
+            prefills=_prefill_limits(config),
+            cache_groups=executor.cache_groups,
+            takes_spans=executor.takes_spans,
+            max_drafts=executor.max_drafts,
         )
         self._images = ImageQueue(executor.vision) if executor.vision else None
         if executor.expert_usage:

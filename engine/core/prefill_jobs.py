@@ -51,9 +51,16 @@ def prefill_request(
     hashes are those of the same prompt elsewhere. `stop_token_ids` show where its messages end."""
     owner, priority = queue_position
     sampling = Sampling(max_new_tokens=0, stop_token_ids=stop_token_ids)
-    request = Request(name, list(token_ids), len(token_ids), sampling, salt=salt, owner=owner, priority=priority)
-    request.keeps_tail = True
-    return request
+    return Request(
+        request_id=name,
+        token_ids=list(token_ids),
+        prompt_len=len(token_ids),
+        sampling=sampling,
+        salt=salt,
+        owner=owner,
+        priority=priority,
+        keeps_tail=True,
+    )
 
 
 class PrefillJobs:

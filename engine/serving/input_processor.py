@@ -75,11 +75,20 @@ class InputProcessor:
         model, reader = Manifest.read(graph_dir), ImageReader.load(config, graph_dir)
         model_len = config.model_len(model.max_seq_len)
         max_seq_len, max_dec_len = min(config.max_prompt_len, model_len), min(config.max_answer_len, model_len)
-        is_cut = model_len < model.max_seq_len
+        num_paged, num_bounded = _cache_groups(model, config)
+        lengths = LengthLimits(
+            model_len=model_len,
+            max_seq_len=max_seq_len,
+            max_dec_len=max_dec_len,
+            cache_size=cache_size,
+            is_cut_by_setting=model_len < model.max_seq_len,
+            num_paged=num_paged,
+            num_bounded=num_bounded,
+        )
         return cls(
             tokenizer=tokenizer,
             vocab_size=model.vocab_size,
-            lengths=LengthLimits(model_len, max_seq_len, max_dec_len, cache_size, is_cut, *_groups(model, config)),
+            lengths=lengths,
             loras=loras or LoraRegistry(config, graph_dir),
             grammar_builder=GrammarBuilder.of_server(config),
             classifier=load_classifier(graph_dir),
@@ -238,7 +247,7 @@ class InputProcessor:
         return tuple(dict.fromkeys(words))
 
 
-def _groups(model: Manifest, config: Config) -> tuple[int, int]:
+def _cache_groups(model: Manifest, config: Config) -> tuple[int, int]:
     """Return the number of paged cache groups, and the blocks that the other groups of a request need at most."""
     groups = [group for graph in model.graphs.values() for group in graph.cache_groups] or FULL_ATTENTION
     others = [group for group in groups if group.kind != PAGED]

@@ -45,21 +45,30 @@ def start_transfer(
     shared_identity = identity(config, loop.fingerprint if role == MIXED else 0)
     if role in (PREFILL, MIXED):
         loop.jobs = PrefillJobs(loop.scheduler, wake, on_first_prompt)
+        digests, shared = shared_by(config, device)
         served = ServedBlocks(
-            loop.jobs,
-            access.read_block,
-            shared_identity,
-            model.vocab_size,
-            model.max_seq_len,
-            *shared_by(config, device),
-            layout,
-            _transfer_of(config),
-            "a replica" if role == MIXED else "a decode instance",
+            jobs=loop.jobs,
+            read_block=access.read_block,
+            identity=shared_identity,
+            vocab_size=model.vocab_size,
+            max_len=model.max_seq_len,
+            digests=digests,
+            shared=shared,
+            layout=layout,
+            transfer=_transfer_of(config),
+            peer="a replica" if role == MIXED else "a decode instance",
         )
         _listen(config, served)
     if role in (DECODE, MIXED):
-        ours = device, config.kv_transfer in (CUDA_IPC, NIXL), layout, _transfer_of(config)
-        pulled = PulledBlocks(access.write_block, layout.block_bytes, shared_identity, *ours)
+        pulled = PulledBlocks(
+            write_block=access.write_block,
+            block_bytes=layout.block_bytes,
+            identity=shared_identity,
+            device=device,
+            needs_device=config.kv_transfer in (CUDA_IPC, NIXL),
+            layout=layout,
+            transfer=_transfer_of(config),
+        )
         loop.remote = _shared_prefixes(loop, config, pulled) if role == MIXED else _remote_prefill(loop, config, pulled)
 
 
