@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.types import Executor
 from engine.errors import ConfigError
+from engine.executors.device_executor import DeviceExecutor
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafting import DraftSource, with_drafts
 from engine.executors.memory import check_host_memory
@@ -60,7 +61,7 @@ def make_executor(
 
 
 def make_draft_source(
-    draft_dir: Path | None, manifest: Manifest, config: Config, executor: Executor | None = None
+    draft_dir: Path | None, manifest: Manifest, config: Config, executor: DeviceExecutor | None = None
 ) -> DraftSource | None:
     """Load the exported draft model in `draft_dir` for the model of `manifest`, on a GPU onto that of the first rank of
     `executor`, which has loaded it. Without a draft model, return None."""
@@ -73,11 +74,8 @@ def make_draft_source(
     if config.device == GPU:
         from engine.executors.cuda.draft_model import CudaDraftModel
         from engine.executors.cuda.executor import CudaExecutor
-        from engine.executors.ranks import RanksExecutor
 
-        first = executor
-        while isinstance(first, RanksExecutor):  # of several hosts, the first has several ranks
-            first = first.first
+        first = _first_rank(executor)
         assert isinstance(first, CudaExecutor)
         model: DraftModel = CudaDraftModel.load(draft_dir, first, config, sizes)
     else:
@@ -87,16 +85,13 @@ def make_draft_source(
     return ModelDrafts(model, manifest.vocab_size)
 
 
-def make_mtp_source(executor: Executor, manifest: Manifest, config: Config) -> DraftSource:
+def make_mtp_source(executor: DeviceExecutor, manifest: Manifest, config: Config) -> DraftSource:
     """Load the layer that drafts for the model that `executor` has loaded, on all its ranks: its MTP layer or its
     EAGLE-3 head."""
     from engine.executors.mtp_drafts import MtpDrafts, MtpLayer
-    from engine.executors.ranks import RanksExecutor
 
     method = config.speculate_method
-    draft_graph, first = executor.load_draft_graph(method), executor  # type: ignore[attr-defined]
-    while isinstance(first, RanksExecutor):  # of several hosts, the first has several ranks
-        first = first.first
+    draft_graph, first = executor.load_draft_graph(method), _first_rank(executor)
     if config.device == GPU:
         from engine.executors.cuda.draft_model import CudaMtpLayer
         from engine.executors.cuda.executor import CudaExecutor
@@ -110,6 +105,15 @@ def make_mtp_source(executor: Executor, manifest: Manifest, config: Config) -> D
         assert isinstance(first, CpuExecutor)
         layer = CpuMtpLayer(first, draft_graph, config.batch_size, method)
     return MtpDrafts(layer, manifest.vocab_size, method)
+
+
+def _first_rank(executor: DeviceExecutor | None) -> DeviceExecutor | None:
+    """Return the executor of the rank in this process."""
+    from engine.executors.ranks import RanksExecutor
+
+    while isinstance(executor, RanksExecutor):  # of several hosts, the first has several ranks
+        executor = executor.first
+    return executor
 
 
 def check_num_ranks(graph_dir: Path, manifest: Manifest, config: Config) -> None:
@@ -133,7 +137,7 @@ def make_host(
     *,
     owns_process: bool = True,
     report: Report = lambda text: None,
-) -> Executor:
+) -> DeviceExecutor:
     """Start the ranks of this machine and return their executor.
 
     `peers` are connections to the first rank of each other machine. `report` is called with the progress of long
@@ -175,7 +179,7 @@ def make_rank(
     config: Config,
     membership: Membership | None = None,
     report: Report = lambda text: None,
-) -> Executor:
+) -> DeviceExecutor:
     """Load one rank of the model in this process. Without `membership` it is the only rank."""
     if config.device == GPU:
         from engine.executors.cuda.executor import CudaExecutor  # This imports torch.

@@ -19,9 +19,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.core.types import Batch, Executor, Step, StepOutput
+from engine.core.types import Batch, Step, StepOutput
 from engine.errors import HostLost
 from engine.executors import LOADING, make_host
+from engine.executors.device_executor import DeviceExecutor
 from engine.executors.ranks import RanksExecutor, serve, wait_until_ready
 from engine.executors.rendezvous import join_master, raise_host_lost, wait_for_followers
 from engine.executors.step import Mask
@@ -76,7 +77,7 @@ class StepOfHosts:
             return self._step.result()
 
 
-def lead(graph_dir: Path, config: Config, report: Report) -> Executor:
+def lead(graph_dir: Path, config: Config, report: Report) -> DeviceExecutor:
     """Make the executor of all hosts, on the master. Pass to `report` which hosts are missing. Raises HostLost."""
     machines = config.machines
     followers, peers = wait_for_followers(

@@ -4,11 +4,12 @@ partial results, as in a step of the model. The first rank alone decides what is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from engine.core.types import Executor
+if TYPE_CHECKING:
+    from engine.executors.device_executor import DeviceExecutor
 
 
 class RankDraftGraph(Protocol):
@@ -56,14 +57,14 @@ class DraftGraphOfRanks:
 class ServedDraftGraph:
     """The graph that drafts on another rank, which makes the calls that the first rank sends."""
 
-    def __init__(self, executor: Executor):
+    def __init__(self, executor: DeviceExecutor):
         """Take the executor of this rank, or of this host."""
         self._executor = executor
         self._graph: RankDraftGraph | None = None
 
     def call(self, method: str, argument: Any) -> None:
         if method == "load":
-            self._graph = self._executor.load_draft_graph(argument)  # type: ignore[attr-defined]
+            self._graph = self._executor.load_draft_graph(argument)
             return
         if method == "run":
             argument = {

@@ -30,7 +30,7 @@ def main() -> int:
         first.send_bytes(pack("failed", f"rank {membership.rank}: {error}"))
         return 0
     exit_with_first_rank(first)
-    serve_blocks(Connection(int(sys.argv[2])), lambda: executor.blocks())  # type: ignore[attr-defined]
+    serve_blocks(Connection(int(sys.argv[2])), executor.blocks)
     try:
         serve(first, executor)
     except Exception as error:

@@ -30,8 +30,9 @@ import msgspec
 from engine.core.spans import PromptSpan
 from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, Row, Sampling, Step, StepOutput, Swaps
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
+from engine.executors.device_executor import DeviceExecutor
 from engine.executors.rank_blocks import BlocksOfRanks
-from engine.executors.rank_drafts import DraftGraphOfRanks, ServedDraftGraph
+from engine.executors.rank_drafts import DraftGraphOfRanks, RankDraftGraph, ServedDraftGraph
 from engine.executors.step import Mask
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -57,7 +58,7 @@ class RanksExecutor:
     """Executor that sends every call to all ranks. `first` is this process's own rank; `others` are connections to the
     others. All of them have joined the group."""
 
-    def __init__(self, first: Executor, others: Sequence[Connection], of_blocks: Sequence[Connection] = ()):
+    def __init__(self, first: DeviceExecutor, others: Sequence[Connection], of_blocks: Sequence[Connection] = ()):
         self.block_size, self.block_bytes = first.block_size, first.block_bytes
         self.runs_ahead, self.max_prompt_logits = first.runs_ahead, first.max_prompt_logits
         self.takes_spans, self.max_drafts = first.takes_spans, first.max_drafts
@@ -109,9 +110,9 @@ class RanksExecutor:
 
     def load_draft_graph(self, name: str) -> DraftGraphOfRanks:
         """Load a graph of the model that drafts for it, on all ranks."""
-        load = self.first.load_draft_graph  # type: ignore[attr-defined]
         with self._all_or_none():
-            return DraftGraphOfRanks(self._draft("load", name, lambda: load(name)), self._draft)
+            first: RankDraftGraph = self._draft("load", name, lambda: self.first.load_draft_graph(name))
+            return DraftGraphOfRanks(first, self._draft)
 
     def _draft(self, method: str, argument: Any, call_first: Callable[[], Any]) -> Any:
         """Call a method of the graph that drafts on all other ranks, and make the call on the first one."""
@@ -120,7 +121,7 @@ class RanksExecutor:
 
     def blocks(self) -> BlocksOfRanks:
         """Return the access to the blocks of all ranks."""
-        return BlocksOfRanks(self.first.blocks(), self._of_blocks)  # type: ignore[attr-defined]
+        return BlocksOfRanks(self.first.blocks(), self._of_blocks)
 
     def close(self) -> None:
         for other in (*self._others, *self._of_blocks):
@@ -147,7 +148,7 @@ class RanksExecutor:
             raise RankFailed("a rank has ended, and the group with it") from None
 
 
-def serve(first: Connection, executor: Executor) -> None:
+def serve(first: Connection, executor: DeviceExecutor) -> None:
     """Execute the messages of the first rank on another rank, until the connection ends."""
     with contextlib.suppress(ConnectionError):  # A first rank that failed has already logged the reason.
         first.send_bytes(pack(READY))

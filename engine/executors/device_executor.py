@@ -1,0 +1,22 @@
+"""Interface of executors of an exported graph on CPUs or GPUs, on one or more ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.core.types import Executor
+from engine.executors.rank_blocks import BlockAccess
+from engine.executors.rank_drafts import RankDraftGraph
+
+
+class DeviceExecutor(Executor, Protocol):
+    """Executor with access to its blocks beside the steps, and to further graphs of its model."""
+
+    def blocks(self) -> BlockAccess:
+        """Return the access to the blocks that are allocated now."""
+        ...
+
+    def load_draft_graph(self, name: str) -> RankDraftGraph:
+        """Load the graph of the model with this name, which drafts for it. Raises ModelError that lists the graphs
+        there are."""
+        ...
