@@ -24,8 +24,9 @@ import numpy as np
 from benchmarks.bench import cpu_name, prompt_ids
 from benchmarks.random_checkpoint import write_shape
 from engine.core.loop import EngineLoop
-from engine.core.types import Batch, Executor, Request, Sampling, StepOutput
+from engine.core.types import Batch, Request, Sampling, StepOutput
 from engine.executors import make_draft_source, make_host, make_mtp_source
+from engine.executors.device_executor import DeviceExecutor
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafting import DraftingExecutor, DraftSource
 from engine.executors.lookup_drafts import LookupDrafts
@@ -73,7 +74,7 @@ def exported(shape: str, *, mtp: bool) -> Path:
     return out
 
 
-def source_of(config: Config, folder: Path, executor: Executor, draft_shape: str) -> DraftSource:
+def source_of(config: Config, folder: Path, executor: DeviceExecutor, draft_shape: str) -> DraftSource:
     """Return the source of the method in the settings."""
     model = Manifest.read(folder)
     if config.speculate_method == "mtp":
