@@ -17,6 +17,8 @@ RUNTIME = $(VENV)/.runtime
 TESTS = $(VENV)/.tests
 KERNELS = $(VENV)/.kernels
 OPS = $(VENV)/.ops
+# For this machine; empty, as in images: for every machine.
+ISAS ?= --supported
 OP_SOURCES = $(wildcard engine/ops/*.py engine/ops/cpu/*)
 
 # Before gigabytes are installed for one.
@@ -187,5 +189,5 @@ $(KERNELS): $(OP_SOURCES) | $(MADE)
 
 $(OPS): $(OP_SOURCES) $(RUNTIME)
 	@echo "== compiling the CPU ops"
-	$(BIN)/python -m engine.ops.build
+	$(BIN)/python -m engine.ops.build $(ISAS)
 	@touch $@

@@ -3,8 +3,9 @@
 Both libraries lie in one folder named by a hash of all that made them. A folder under that name is
 complete; processes that build at the same time wait for one another.
 
-There are builds with the kernels of one instruction set, which a first use makes, and builds with all, which the
-command makes and which are preferred. Both take the objects that have been compiled before.
+There are builds with the kernels of one instruction set, which a first use makes, and builds with several, which the
+command makes and which are preferred: with all, for images and other machines, or with those that this machine can run.
+All take the objects that have been compiled before.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engine.errors import SetupError
 from engine.file_lock import file_lock
 from engine.ops import generated, instruction_sets
-from engine.ops.instruction_sets import COMPILER_FLAGS, wanted_isa
+from engine.ops.instruction_sets import COMPILER_FLAGS, supported_isas, wanted_isa
 
 SOURCES = Path(__file__).parent / "cpu"
 KERNELS = "libllm_ops.so"
@@ -65,12 +66,17 @@ def build_dir() -> Path:
     return root / "build" if (root / "Makefile").exists() else Path("~/.cache/llm-server/ops").expanduser()
 
 
-def library(name: str = KERNELS, report: Report = log.warning, all_isas: bool = False) -> Path:
-    """Return the path of an up-to-date library, compiled now if need be: for the instruction set that CPU_ISA names or
-    the best one of this machine, unless there is a build for all."""
-    folder = build_dir() / f"ops-{build_key()}"
-    isa = None if all_isas or folder.exists() else wanted_isa()
-    folder = folder.with_name(f"{folder.name}-{isa}") if isa else folder
+def library(name: str = KERNELS, report: Report = log.warning, isas: str = "") -> Path:
+    """Return the path of an up-to-date library, compiled now if need be: for `all` instruction sets or the `supported`
+    ones, as `isas` says; otherwise any build for the one that CPU_ISA names or the best one of this machine."""
+    wanted, supported, every = wanted_isa(), supported_isas(), build_dir() / f"ops-{build_key()}"
+    builds: dict[Path, Collection[str]] = {every: list(COMPILER_FLAGS)}
+    if supported and isas != "all":
+        builds[every.with_name(f"{every.name}-up-to-{supported[-1]}")] = supported
+    if wanted and not isas:
+        builds[every.with_name(f"{every.name}-{wanted}")] = [wanted]
+    made = (path for path, contained in builds.items() if path.exists() and wanted in (None, *contained))
+    folder = next(made, list(builds)[-1])
     if not folder.exists():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +86,7 @@ def library(name: str = KERNELS, report: Report = log.warning, all_isas: bool = 
             raise BuildError(f"ENGINE_BUILD_DIR: the folder {folder.parent} cannot be written to by this user")
         with _lock(report):
             if not folder.exists():
-                _build(folder, isa, report)
+                _build(folder, builds[folder], report)
                 _remove_unused(folder.parent)
     with contextlib.suppress(OSError):  # not ours to change
         os.utime(folder)  # it is in use
@@ -132,14 +138,14 @@ def _paddle() -> tuple[str, Path] | None:
 def compile_kernels(report: Report) -> None:
     """Compile what does not need Paddle, for a later build to take."""
     with _lock(report), tempfile.TemporaryDirectory(prefix=PARTIAL, dir=build_dir()) as made:
-        objects = sources(Path(made), wanted_isa())
+        objects = sources(Path(made), [isa] if (isa := wanted_isa()) else COMPILER_FLAGS)
         _compile({path: command for path, command in objects.items() if path.stem != WRAPPER}, report)
 
 
-def _build(folder: Path, isa: str | None, report: Report) -> None:
+def _build(folder: Path, isas: Collection[str], report: Report) -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder.parent) as made:
-        objects = sources(Path(made), isa)
+        objects = sources(Path(made), isas)
         (Path(made) / WARNINGS).write_text(_compile(objects, report))
         _link(Path(made), list(objects))
         os.chmod(made, 0o755)  # a temporary folder is private, this one is for all users
@@ -189,9 +195,9 @@ def _remove_unused(parent: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def sources(into: Path, isa: str | None = None) -> dict[Path, list[str]]:
-    """Return the compiler arguments of each object file, the slowest first, with the kernels of `isa` or of all
-    instruction sets. Write the generated headers into `into`."""
+def sources(into: Path, isas: Collection[str] = tuple(COMPILER_FLAGS)) -> dict[Path, list[str]]:
+    """Return the compiler arguments of each object file, the slowest first, with the kernels of the instruction sets
+    `isas`. Write the generated headers into `into`."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     objects = {}
     for name, text in generated.files().items():
@@ -202,7 +208,7 @@ def sources(into: Path, isa: str | None = None) -> dict[Path, list[str]]:
         defines = ["-DPADDLE_WITH_CUSTOM_KERNEL", "-DPADDLE_NO_PYTHON"]
         objects[into / f"{WRAPPER}.o"] = [str(SOURCES / "paddle_ops.cc"), *isystem, *defines]
     for name, flags in reversed(COMPILER_FLAGS.items()):
-        if (is_x86 or name == "portable") and isa in (None, name):
+        if (is_x86 or name == "portable") and name in isas:
             objects[into / f"{name}.o"] = [str(SOURCES / "kernels.cc"), *flags, f"-DLLM_ISA={name}"]
     for name in (
         "runtime",
@@ -245,6 +251,7 @@ def main() -> int:
     parser.add_argument(
         "--kernels", action="store_true", help="for this machine's instruction set only, without Paddle's wrapper"
     )
+    parser.add_argument("--supported", action="store_true", help="only for instruction sets that this machine can run")
     given = parser.parse_args()
     logging.basicConfig(level=logging.DEBUG, format="%(message)s", stream=sys.stdout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or its compilers would go on without it
@@ -253,7 +260,8 @@ def main() -> int:
             build_dir().mkdir(parents=True, exist_ok=True)
             compile_kernels(report)
         else:
-            report(f"the CPU ops are ready: {library(report=report, all_isas=True)}")
+            isas = "supported" if given.supported else "all"
+            report(f"the CPU ops are ready: {library(report=report, isas=isas)}")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130

@@ -39,6 +39,14 @@ def wanted_isa() -> str | None:
     return given if given in COMPILER_FLAGS else best_isa(Path("/proc/cpuinfo").read_text())
 
 
+def supported_isas() -> list[str] | None:
+    """Return the instruction sets that this machine can run, the best one last; None: there is only one."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    names = list(COMPILER_FLAGS)
+    return names[: names.index(best_isa(Path("/proc/cpuinfo").read_text())) + 1]
+
+
 def best_isa(cpuinfo: str) -> str:
     """Return the best instruction set of this machine by its /proc/cpuinfo, as `cpu/runtime.cc` does."""
     found = re.search(r"^flags\s*: (.*)$", cpuinfo, re.M)

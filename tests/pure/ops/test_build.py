@@ -22,6 +22,17 @@ def test_sources_compile_without_a_warning():
     assert [line for line in said if "warning:" in line and not line.endswith(BELIEFS)] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", [isa for isa in instruction_sets.COMPILER_FLAGS if isa not in cpu.available_isas()])
+def test_the_compiler_accepts_the_sources_for_instruction_sets_that_this_machine_lacks(isa, tmp_path):
+    arguments = build.sources(tmp_path, [isa]).get(tmp_path / f"{isa}.o")
+    if arguments is None:
+        pytest.skip("for another kind of processor")
+    command = [*build.compiler(), *build.FLAGS, *arguments, "-Werror", "-fsyntax-only"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 def test_kernels_share_no_code_between_instruction_sets():
     """A template of the standard library would be linked once, perhaps for instructions that a machine lacks."""
@@ -138,16 +149,27 @@ OTHERS = {"amx", "avx512_bf16", "avx512", "portable"}
 
 
 @pytest.mark.skipif(build.wanted_isa() is None, reason="there is one instruction set")
-def test_a_first_use_compiles_for_one_instruction_set_and_a_build_for_all_compiles_the_others(compiled):
+def test_a_first_use_compiles_for_one_instruction_set_and_later_builds_compile_the_others(compiled):
     build.compile_kernels(print)
     assert "avx2" in compiled and not set(compiled) & {*OTHERS, "paddle_ops"}
     compiled.clear()
     folder = build.library().parent
     assert (folder.name, compiled) == (f"ops-{build.build_key()}-avx2", ["paddle_ops"])
     compiled.clear()
-    every = build.library(all_isas=True).parent
-    assert (every.name, set(compiled)) == (f"ops-{build.build_key()}", {*OTHERS, "paddle_ops"})
-    assert build.library().parent == every
+    supported = build.library(isas="supported").parent
+    assert (supported.name, set(compiled)) == (f"ops-{build.build_key()}-up-to-avx2", {"portable", "paddle_ops"})
+    assert build.library().parent == supported
+    compiled.clear()
+    every = build.library(isas="all").parent
+    assert (every.name, set(compiled)) == (f"ops-{build.build_key()}", {*OTHERS, "paddle_ops"} - {"portable"})
+    assert build.library().parent == build.library(isas="supported").parent == every
+
+
+@pytest.mark.skipif(build.wanted_isa() is None, reason="there is one instruction set")
+def test_a_build_without_the_instruction_set_that_is_named_is_not_used(compiled, monkeypatch):
+    build.library(isas="supported")
+    monkeypatch.setenv("CPU_ISA", "avx512")
+    assert build.library().parent.name == f"ops-{build.build_key()}-avx512"
 
 
 @pytest.mark.skipif(build.wanted_isa() is None, reason="there is one instruction set")
