@@ -137,7 +137,8 @@ class EngineLoop:
         runs_ahead = bool(self._steps) and self.executor.runs_ahead and self.scheduler.may_run_ahead()
         if runs_ahead:
             self._poll()  # not after waiting, because the updates would wait for it
-            self._launch()
+            if self.scheduler.may_run_ahead():  # unless a prompt that has been pulled must wait for the step
+                self._launch()
         updates = self._collect() if self._steps else []
         if not runs_ahead:
             self._poll()

@@ -207,6 +207,22 @@ def test_updates_do_not_wait_for_what_has_become_of_remote_prompts():
         assert order == ["poll", "launch", "result"]
 
 
+def test_a_step_waits_for_the_one_before_if_a_remote_prompt_that_needs_it_arrives_meanwhile():
+    loop = a_loop()
+    loop.executor.runs_ahead = True
+    penalized = Request("a", [20], 1, Sampling(3, temperature=0, repetition_penalty=1.5))
+    loop.add(a_request([10], 6))
+    loop.step()
+    arrivals = [penalized]
+    poll = lambda: loop.scheduler.add(arrivals.pop()) if arrivals else None  # noqa: E731
+    loop.jobs = SimpleNamespace(poll=poll, take=lambda updates: updates, num_open=0)
+    lengths = {"10": 0, "a": 0}
+    while not loop.is_idle:
+        for update in loop.step():
+            lengths[update.request.request_id] += len(update.token_ids)
+    assert lengths == {"10": 6, "a": 3}
+
+
 def test_a_step_grows_older_while_its_result_is_awaited():
     """The statistics show the age of the step, so that a caller can detect that it hangs."""
     loop, seen = a_loop(), []
