@@ -16,9 +16,9 @@ import logging
 import math
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 from aiohttp.log import server_logger
@@ -55,6 +55,11 @@ class HealthStatus:
 HealthCheck = Callable[[], Awaitable[HealthStatus]]
 
 
+def now() -> float:
+    """Return the time of the event loop, which a simulation sets."""
+    return asyncio.get_running_loop().time()
+
+
 class CachedHealthCheck:
     """Health check whose result is cached and shared by concurrent callers.
 
@@ -70,7 +75,7 @@ class CachedHealthCheck:
         self._last_at = -math.inf
 
     async def __call__(self) -> HealthStatus:
-        age_s = time.monotonic() - self._last_at
+        age_s = now() - self._last_at
         if age_s > MAX_AGE_S / 5 and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run())
         if age_s <= MAX_AGE_S:
@@ -79,7 +84,7 @@ class CachedHealthCheck:
         return await asyncio.shield(self._task)  # a caller that is cancelled does not cancel the check for the others
 
     async def _run(self) -> HealthStatus:
-        self._last, self._last_at = await self._checked(), time.monotonic()
+        self._last, self._last_at = await self._checked(), now()
         return self._last
 
     async def _checked(self) -> HealthStatus:
@@ -98,13 +103,15 @@ class CachedHealthCheck:
 def readiness(backend: Backend, timeout_s: float) -> CachedHealthCheck:
     """Return a check that the model behind `backend` answers a probe within `timeout_s` seconds."""
 
-    async def check() -> HealthStatus:
-        state = await backend.probe()
-        if state.ready:
-            return HealthStatus(state=state)
-        return HealthStatus(NOT_READY, state.reason or "the model is not ready", state)
+    return CachedHealthCheck(partial(check_model, backend), timeout_s)
 
-    return CachedHealthCheck(check, timeout_s)
+
+async def check_model(backend: Backend) -> HealthStatus:
+    """Probe the model behind `backend` once. Raise RequestError if it cannot be reached."""
+    state = await backend.probe()
+    if state.ready:
+        return HealthStatus(state=state)
+    return HealthStatus(NOT_READY, state.reason or "the model is not ready", state)
 
 
 def liveness(backend: Backend, timeout_s: float, ports: Sequence[tuple[str, int]]) -> CachedHealthCheck:

@@ -27,6 +27,7 @@ SERVICE = "inference.GRPCInferenceService"
 STREAMS_PER_CHANNEL = 64  # below the common limit of 100 for HTTP/2, beyond which requests would queue invisibly
 
 IDLE, CONNECTING = grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING
+READY = grpc.ChannelConnectivity.READY
 CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # otherwise all channels would share one connection
     ("grpc.max_send_message_length", -1),
@@ -56,18 +57,23 @@ class InferCall:
 
     def __init__(self, connection: _TritonConnection, request: bytes, connections: TritonConnections):
         self._call: Any = None
-        self._is_accepted = False
         self._connections = connections
-        self._sending = asyncio.ensure_future(self._send(connection, request))
+        self._sending: asyncio.Future[None] | None = None
+        # Checked before the call, because gRPC does not report it for calls that break before the first response.
+        self._is_accepted = connection.channel.get_state(try_to_connect=True) is READY
+        if self._is_accepted:
+            self._call = connection.infer(request)
+        else:
+            self._sending = asyncio.ensure_future(self._send(connection, request))
 
     async def _send(self, connection: _TritonConnection, request: bytes) -> None:
-        # Checked before the call, because gRPC does not report it for calls that break before the first response.
         self._is_accepted = await _is_there(connection.channel)
         self._call = connection.infer(request)
 
     def cancel(self) -> None:
         """Cancel the call, also before it was sent."""
-        self._sending.cancel()
+        if self._sending:
+            self._sending.cancel()
         if self._call:
             self._call.cancel()
 
@@ -77,7 +83,8 @@ class InferCall:
         Raise ModelUnreachable or ModelLost if tritonserver is gone, another RequestError for its other errors, and
         CancelledError after `cancel`.
         """
-        await self._sending
+        if self._sending:
+            await self._sending
         if self._is_accepted:
             self._connections.last_seen_at = time.monotonic()
         try:
@@ -161,7 +168,7 @@ async def _is_there(channel: grpc.aio.Channel) -> bool:
     """Return True if the peer accepts the connection. Wait until that is known."""
     while (state := channel.get_state(try_to_connect=True)) in (CONNECTING, IDLE):
         await channel.wait_for_state_change(state)
-    return state is grpc.ChannelConnectivity.READY
+    return state is READY
 
 
 ERRORS: dict[grpc.StatusCode, type[RequestError]] = {

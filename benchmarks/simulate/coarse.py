@@ -20,7 +20,6 @@ from benchmarks.simulate.step_time import StepTimes
 from benchmarks.simulate.traffic import Arrival, num_tokens_of
 from engine.placement import KnownPrefixes
 from gateway.replicas.placement import NUM_BY_PREFIX, NUM_BY_SESSION, PromptKeys, prompt_keys, score
-from gateway.replicas.replica_set import POLL_EVERY_S
 
 BLOCK_SIZE = 64  # tokens of a block, and of a key of a prompt
 HEADER_LEN = num_tokens_of({"role": "assistant", "content": ""})
@@ -75,26 +74,18 @@ class CoarseReplica:
     at: float = 0.0  # time for which `steps` holds
     stalled_until: float = 0.0  # by prompts
     num_waiting_tokens: int = 0
-    polled: tuple[int, int] = (0, 0)  # open requests and waiting tokens at the last poll
     num_positions: int = 0  # attended by a step
-    polled_at: float = 0.0  # number of that poll
     version: int = 0  # of its next event
 
     @property
     def num_running(self) -> int:
-        """Return the number of open requests for the router, which is the larger one of now and the last poll."""
-        return max(self.polled[0], len(self.running) + len(self.waiting))
+        """Return the number of open requests, which the only front end knows."""
+        return len(self.running) + len(self.waiting)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Return the tokens of waiting prompts for the router, as `num_running`."""
-        return max(self.polled[1], self.num_waiting_tokens)
-
-    def poll(self, now: float) -> None:
-        """Note the load at the last poll, if there was one since the last change."""
-        if now // POLL_EVERY_S > self.polled_at:
-            self.polled_at = now // POLL_EVERY_S
-            self.polled = len(self.running) + len(self.waiting), sum(each.prompt_len for each in self.waiting)
+        """Return the tokens of prompts that are to be computed."""
+        return self.num_waiting_tokens
 
     @property
     def step_s(self) -> float:
@@ -102,7 +93,6 @@ class CoarseReplica:
 
     def advance(self, now: float) -> None:
         """Let it decode until `now`."""
-        self.poll(now)
         begin = max(self.at, min(self.stalled_until, now))
         if len(self.running) > len(self.prompts):
             self.steps += (now - begin) / self.step_s
@@ -233,8 +223,6 @@ class CoarseCluster:
         if not candidates:
             self._parked.append(request)
             return
-        for each in candidates:
-            each.poll(now)
         replica = min(candidates, key=lambda each: score(request.keys, each))
         replica.advance(now)
         replica.add(request, now)

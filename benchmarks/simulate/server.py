@@ -16,26 +16,27 @@ from engine.errors import RequestError
 from engine.settings.config import Config
 from engine.wire import Delta, Final, ModelState, Usage
 from gateway.backend import ModelLost, ModelUnreachable
-from gateway.replicas.placement import prompt_keys
-from gateway.replicas.served import ServedRequests, read_poll, write
+from gateway.replicas.replica_set import ReplicaSet
+from gateway.replicas.served import read_poll, write
 
 
 class SimulatedServer:
-    """Server of a model on the clock of the running event loop. It is the connection of a RemoteReplica and the
-    backend behind it. As in `engine.link.server`, requests are read between two steps."""
+    """Server of a model on the clock of the running event loop. As in `engine.link.server`, requests are read between
+    two steps. `replicas` is its own front end, or records for the others what it computes."""
 
     def __init__(self, name: str, times: StepTimes, num_blocks: int, config: Config):
         self.name = name
         self._times, self._num_blocks, self._config = times, num_blocks, config
-        self.num_steps = self.num_prompt_tokens = self.num_cached_tokens = self.num_kills = 0
+        self.num_steps = self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
+        self.num_kills = 0
         self.is_up = False
         self.start()
 
     def start(self) -> None:
         """Start with an empty cache."""
         self.is_up, self._is_awake = True, False
-        self.served = ServedRequests()
-        self.served.identity = f"{self.name}.{self.num_kills}".encode()
+        identity = f"{self.name}.{self.num_kills}".encode()
+        self.replicas = ReplicaSet(self, self._config, identity)  # type: ignore[arg-type]  # it has what a router calls
         self._executor = ModelledExecutor(self._times, answer_token)
         self._loop = EngineLoop(self._executor, self._num_blocks, self._config)  # type: ignore[arg-type]
         self._inbox: deque[Request | str] = deque()  # requests, and ids of those that are dropped
@@ -56,25 +57,28 @@ class SimulatedServer:
             self.num_steps += int(stats["num_steps"])
             self.num_prompt_tokens += int(stats["num_prompt_tokens"])
             self.num_cached_tokens += int(stats["num_cached_tokens"])
+            self.num_generated_tokens += int(stats["num_generated_tokens"])
 
     async def poll(self, request: bytes, timeout_s: float) -> bytes:
         """Return the answer to a poll, as the gateway of a replica does."""
         if not self.is_up:
             await asyncio.sleep(0)
             raise ConnectionError("connection refused")
-        state = ModelState(
-            ready=True,
+        return write(await self.replicas.summary(read_poll(request)))
+
+    async def probe(self, with_metrics: bool = False) -> ModelState:
+        """Return the state of the model, see `gateway.backend.Backend`."""
+        return ModelState(
+            ready=self.is_up,
             num_open=len(self._open),
             num_waiting_tokens=self._loop.scheduler.waiting.num_tokens,
             model_hash="m",
         )
-        return write(self.served.summary(read_poll(request), state, ""))
 
     async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
         """Yield the answer to a request, see `gateway.backend.Backend`."""
         if not self.is_up:
             raise ModelUnreachable(f"{self.name} is down")
-        self.served.note(body, prompt_keys(body))
         request_id, prompt, [known] = body["req_id"], token_ids(body["messages"]), body.get("answer_ids", [[]])
         sampling = Sampling(body["max_dec_len"], min_new_tokens=body["max_dec_len"], temperature=0)
         request = Request(request_id, prompt + known, len(prompt), sampling)

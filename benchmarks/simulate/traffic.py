@@ -11,6 +11,7 @@ from typing import Any
 PIECE = 4  # characters of a token
 NUM_APPS = 60
 MAX_CHATS = 20_000  # that are remembered, because they need memory
+NEW_PROMPT_CHARS = 1120  # 280 tokens, as those of the throughput in benchmarks/replicas.py
 THINK_S = 20.0  # mean time until the next request of a conversation
 
 
@@ -67,6 +68,15 @@ def arrivals(seed: int, rate: float, seconds: float, answer_len: int) -> Iterato
             open_chats.append([*messages, {"role": "assistant", "content": answer}])
             del open_chats[: -max(1, min(MAX_CHATS, int(rate * THINK_S)))]
         now, number = now + rng.expovariate(rate), number + 1
+
+
+def new_prompts(seed: int, count: int, answer_len: int) -> Iterator[Arrival]:
+    """Yield requests that begin differently, for clients in turn. Answers have `answer_len` tokens on average."""
+    rng = random.Random(seed)
+    for number in range(count):
+        messages = [{"role": "user", "content": _text(rng, NEW_PROMPT_CHARS)}]
+        size = rng.randint(max(1, answer_len // 4), 2 * answer_len - max(1, answer_len // 4))
+        yield Arrival(0.0, {"req_id": f"{number}", "messages": messages, "max_dec_len": size, "min_dec_len": size})
 
 
 def _text(rng: random.Random, num_chars: int) -> str:

@@ -5,9 +5,11 @@ The front end has checked the request and knows its owner. Responses of the mode
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 import grpc
 import msgspec
@@ -16,7 +18,7 @@ from engine import wire
 from engine.errors import EngineUnavailable, RequestError
 from gateway.grpc_server.message_limits import IncomingMessages
 from gateway.grpc_server.request import InvalidInferRequest, checked_payload, parse
-from gateway.replicas.connections import INFER, POLL, TOKEN
+from gateway.replicas.connections import FRONT_END, INFER, POLL, TOKEN
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.replicas.served import read_poll, write
 from gateway.triton_connections import TritonConnections
@@ -34,8 +36,7 @@ class ReplicaMethods:
 
     def is_replica(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         """Return whether the caller has the same API keys as this server."""
-        given = next((value for name, value in metadata if name == TOKEN), "")
-        return isinstance(given, str) and hmac.compare_digest(given.encode(), self._replicas.token.encode())
+        return hmac.compare_digest(_value(TOKEN, metadata).encode(), self._replicas.token.encode())
 
     async def _poll(self, incoming: IncomingMessages, context: grpc.aio.ServicerContext) -> None:
         message = await incoming.next(MESSAGE_TIMEOUT_S) or b""  # EOF is falsy
@@ -48,13 +49,26 @@ class ReplicaMethods:
     async def _infer(self, incoming: IncomingMessages, context: grpc.aio.ServicerContext) -> None:
         message = await incoming.next(MESSAGE_TIMEOUT_S) or b""
         incoming.is_in_use = True
-        with contextlib.suppress(InvalidInferRequest, RequestError):  # the model refuses it
-            self._replicas.served.note(wire.only_object(checked_payload(parse(message))))
+        front_end = _value(FRONT_END, context.invocation_metadata() or ())
         try:
-            with self._connections.infer(message) as inference:
-                async for response in inference.responses():
-                    await context.write(response)
+            with self._connections.infer(message) as call:
+                await asyncio.sleep(0)  # it is sent before its prompt is hashed
+                with self._replicas.served.forwarded(_body(message), front_end) as request:
+                    async for response in call.responses():
+                        request.num_tokens = 0
+                        await context.write(response)
         except EngineUnavailable as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except RequestError as error:
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
+
+
+def _body(message: bytes) -> dict[str, Any]:
+    with contextlib.suppress(InvalidInferRequest, RequestError):  # the model refuses it
+        return wire.only_object(checked_payload(parse(message)))
+    return {}
+
+
+def _value(wanted: str, metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    value = next((value for name, value in metadata if name == wanted), "")
+    return value if isinstance(value, str) else ""

@@ -50,11 +50,11 @@ class ReplicatedBackend:
         request = _Placement(self.replicas, with_seed(body), timeout_s)
         while True:
             replica = await request.next_replica()
+            rest = self.replicas.with_source(request.rest, request.keys, replica, request.stopped)
+            answers = replica.generate(self.replicas.with_usage(rest, replica), request.keys, timeout_s)
             if replica is self.replicas.local:
                 self.replicas.served.note(body, request.keys)
             try:
-                rest = self.replicas.with_source(request.rest, request.keys, replica, request.stopped)
-                answers = replica.generate(self.replicas.with_usage(rest, replica), request.keys, timeout_s)
                 async with contextlib.aclosing(answers):
                     async for answer in answers:
                         request.was_answered(answer)

@@ -18,7 +18,7 @@ from gateway.triton_connections import CHANNEL_OPTIONS, TritonConnections
 
 REPLICAS = "llm.Replicas"  # the service
 INFER, POLL = f"{REPLICAS}/ModelStreamInfer", f"{REPLICAS}/Poll"
-TOKEN = "x-replica-token"
+TOKEN, FRONT_END = "x-replica-token", "x-replica-front-end"  # metadata
 TRITON_ONLY_OPTIONS = ("grpc.default_authority",)  # options that are only for the socket of tritonserver
 # Statuses with which another replica ends calls without the model: it is stopping or has other settings.
 LOST = (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
@@ -36,14 +36,22 @@ def replica_credentials(config: Config) -> grpc.ChannelCredentials | None:
 
 
 class ReplicaConnections(TritonConnections):
-    """Connections to the gateway of another replica, which forwards requests to its own model only. The certificate
-    of the replica must be valid for `host`, the name that was resolved to `address`.
+    """Connections of the front end with the identity `front_end` to the gateway of another replica, which forwards
+    requests to its own model only. The certificate of the replica must be valid for `host`, the name that was resolved
+    to `address`.
     """
 
-    def __init__(self, address: tuple[str, int], host: str, token: str, credentials: grpc.ChannelCredentials | None):
+    def __init__(
+        self,
+        address: tuple[str, int],
+        host: str,
+        token: str,
+        credentials: grpc.ChannelCredentials | None,
+        front_end: str = "",
+    ):
         super().__init__(f"{in_url(address[0])}:{address[1]}")
         self._host = host
-        self._metadata = ((TOKEN, token),)
+        self._metadata = ((TOKEN, token), (FRONT_END, front_end))
         self._credentials = credentials
 
     def _open(self) -> grpc.aio.Channel:

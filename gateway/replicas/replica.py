@@ -13,6 +13,7 @@ from engine.placement import KnownPrefixes
 from engine.wire import STORE, Delta, ModelState, owner_of
 from gateway.backend import Backend, HandedOver, ModelLost
 from gateway.replicas.placement import PromptKeys, num_uncached_tokens
+from gateway.replicas.served import NO_LOAD, Load
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Replica:
         self.backend = make_backend()
         self.host = ""  # by which other replicas can reach it; empty: unknown
         self._open: dict[OpenRequest, None] = {}  # in the order of their arrival
+        self.load_elsewhere = NO_LOAD  # of other front ends: at the last poll, or now if it is this server
         # Requests of this front end: sent to it; sent to another replica after a loss; continued here although another
         # fingerprint had begun them
         self.num_requests = self.num_lost = self.num_inexact = 0
@@ -74,14 +76,19 @@ class Replica:
         return f"{self.host}:{self.state.cache_port}" if self.host and self.state and self.state.cache_port else ""
 
     @property
+    def own_load(self) -> Load:
+        """Return the load of the requests of this front end, now."""
+        return Load(len(self._open), sum(each.num_tokens for each in self._open))
+
+    @property
     def num_running(self) -> int:
-        """Return the number of open requests: those of all front ends at the last poll, or those of this one now."""
-        return max(self.state.num_open if self.state else 0, len(self._open))
+        """Return the number of open requests of all front ends, as far as this one knows."""
+        return self.load_elsewhere.num_open + len(self._open)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Return about how many tokens of prompts wait: of all front ends at the last poll, or of this one now."""
-        return max(self.state.num_waiting_tokens if self.state else 0, sum(each.num_tokens for each in self._open))
+        """Return about how many tokens of prompts wait, of all front ends, as far as this one knows."""
+        return self.load_elsewhere.num_queued_tokens + self.own_load.num_queued_tokens
 
     def usage_of(self, owner: str) -> tuple[int, float]:
         """Return the open requests of an owner, of all front ends at the last poll or of this one now, and the tokens
@@ -90,10 +97,16 @@ class Replica:
         num_open, num_tokens = self.state.usage.get(owner, (0, 0.0)) if self.state else (0, 0.0)
         return max(num_open, sum(each.owner == owner for each in self._open)), num_tokens
 
-    async def generate(self, body: dict[str, Any], keys: PromptKeys, timeout_s: float) -> AsyncGenerator[Delta, None]:
-        """Yield the answers of this replica. Raise ModelLost as soon as the replica is lost."""
+    def generate(self, body: dict[str, Any], keys: PromptKeys, timeout_s: float) -> AsyncGenerator[Delta, None]:
+        """Return the answers of this replica. Raise ModelLost as soon as the replica is lost. What is to be computed of
+        the prompt is counted now, because the keys of a request to this server are known as soon as it is recorded."""
         num_tokens, can_move = num_uncached_tokens(keys, self.known), not any(map(body.get, UNMOVABLE_FIELDS))
         opened = OpenRequest(owner_of(body).name, num_tokens, asyncio.Queue(), can_move)
+        return self._answers(opened, body, keys, timeout_s)
+
+    async def _answers(
+        self, opened: OpenRequest, body: dict[str, Any], keys: PromptKeys, timeout_s: float
+    ) -> AsyncGenerator[Delta, None]:
         reading = asyncio.create_task(_read(self.backend, body, timeout_s, opened.inbox))
         self._open[opened] = None
         self.num_requests += 1

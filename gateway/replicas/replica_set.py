@@ -20,11 +20,11 @@ from engine.settings.disaggregation import SCHEDULER
 from engine.settings.keys import replica_token
 from engine.wire import owner_of, with_owner
 from gateway.backend import Backend
-from gateway.health import ANSWER_WITHIN_S, CachedHealthCheck, readiness
+from gateway.health import ANSWER_WITHIN_S, CachedHealthCheck, HealthStatus, check_model
 from gateway.replicas.connections import ReplicaConnections, replica_credentials
 from gateway.replicas.placement import PromptKeys, choose
 from gateway.replicas.replica import Arithmetic, Replica
-from gateway.replicas.served import Poll, ServedRequests, Summary, read_summary, write
+from gateway.replicas.served import Load, Poll, ServedRequests, Summary, read_summary, write
 from gateway.triton_client import TritonBackend
 
 log = logging.getLogger(__name__)
@@ -40,11 +40,18 @@ Address = tuple[str, int]
 class RemoteReplica(Replica):
     """Another server. `is_self` is set when it turns out to be this one."""
 
-    def __init__(self, address: Address, host: str, token: str, credentials: grpc.ChannelCredentials | None):
-        self._connect = partial(ReplicaConnections, address, host, token, credentials)
+    def __init__(
+        self,
+        address: Address,
+        host: str,
+        token: str,
+        credentials: grpc.ChannelCredentials | None,
+        front_end: str = "",
+    ):
+        self._connect = partial(ReplicaConnections, address, host, token, credentials, front_end)
+        self._front_end, self._num_keys = front_end, 0
         super().__init__(f"{in_url(address[0])}:{address[1]}", self._make)
         self.host, self.is_self = in_url(address[0]), False
-        self._num_keys = 0
         self._answered_at = 0.0  # time of the event loop
 
     def _make(self) -> Backend:
@@ -53,7 +60,7 @@ class RemoteReplica(Replica):
 
     async def poll(self, find: tuple[str, str] | None = None, within_s: float = SILENT_S) -> Summary:
         """Ask for the news. Raise AioRpcError."""
-        question = write(Poll(self.identity, self._num_keys, find))
+        question = write(Poll(self.identity, self._num_keys, find, self._front_end))
         summary = read_summary(await self._connections.poll(question, within_s))
         self._answered_at = asyncio.get_running_loop().time()
         self._take(summary)
@@ -66,7 +73,7 @@ class RemoteReplica(Replica):
         self.identity, self._num_keys = summary.identity, summary.num_keys
         if summary.state and not self.state:
             log.info("replica %s answers, model %s", self.name, summary.state.model_hash)
-        self.state, self.reason = summary.state, summary.reason
+        self.state, self.reason, self.load_elsewhere = summary.state, summary.reason, summary.load
 
     async def watch(self, own_identity: bytes) -> None:
         """Poll until cancelled, or until this is found to be the server itself."""
@@ -98,16 +105,18 @@ class RemoteReplica(Replica):
 class ReplicaSet:
     """This server (`local`) and the other replicas. `start` must be called in the event loop that uses it."""
 
-    def __init__(self, local: Backend, config: Config):
-        self.served = ServedRequests()
+    def __init__(self, local: Backend, config: Config, identity: bytes = b""):
+        self.served = ServedRequests(identity)
         self.local = Replica("this server", lambda: local)
         self.local.identity, self.local.known = self.served.identity, self.served.known
-        self._local_ready: CachedHealthCheck = readiness(local, ANSWER_WITHIN_S)
+        self._local_ready = CachedHealthCheck(self._check_local, ANSWER_WITHIN_S)
+        self._num_unattended = 0  # open requests of this server that no front end waits for
+        self._front_end = self.served.identity.hex()
         self._addresses = config.replica_addresses
         self.has_model = config.splitwise_role != SCHEDULER
         self.token = config.peer_token or replica_token(config.owners)
         self._new_replica: Callable[[Address, str], RemoteReplica] = partial(
-            RemoteReplica, token=self.token, credentials=replica_credentials(config)
+            RemoteReplica, token=self.token, credentials=replica_credentials(config), front_end=self._front_end
         )
         self._remote: dict[Address, tuple[RemoteReplica, asyncio.Task[None]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -136,6 +145,7 @@ class ReplicaSet:
         continue it, if possible with the same fingerprint. Otherwise the model is that of this server, or that of most
         replicas while this server is not ready.
         """
+        self.local.load_elsewhere = self._load(self._front_end)
         ready = [each for each in (self.local, *self.others) if each.is_ready and each not in tried]
         model = begun.model if begun else ""
         if begun is None and ready:
@@ -173,7 +183,20 @@ class ReplicaSet:
     async def summary(self, poll: Poll) -> Summary:
         """Return the answer to the poll of another replica."""
         health = await self._local_ready()
-        return self.served.summary(poll, health.state, health.error_msg)
+        return self.served.summary(poll, health.state, health.error_msg, self._load(poll.front_end))
+
+    def _load(self, front_end: str) -> Load:
+        """Return the load of this server without the requests of one front end, which counts them itself. The poll is
+        answered by the gateway because the state of the model is older and does not tell whose requests are open."""
+        load = self.served.load(besides=front_end) + Load(self._num_unattended)
+        return load if front_end == self._front_end else load + self.local.own_load
+
+    async def _check_local(self) -> HealthStatus:
+        health = await check_model(self.local.backend)
+        if health.state:  # background responses are not followed by a front end
+            num_attended = (self.served.load() + self.local.own_load).num_open
+            self._num_unattended = max(0, health.state.num_open - num_attended)
+        return health
 
     async def _watch(self) -> None:
         while True:

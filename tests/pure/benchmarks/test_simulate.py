@@ -6,12 +6,13 @@ import statistics
 
 import pytest
 
+from benchmarks.simulate.__main__ import DEMO_MODEL
 from benchmarks.simulate.coarse import simulate_coarsely
 from benchmarks.simulate.logical_loop import NoEventLeft, run
 from benchmarks.simulate.replicas import Cluster, FrontEnd, simulate
 from benchmarks.simulate.server import SimulatedServer
 from benchmarks.simulate.step_time import StepTimes, work_of
-from benchmarks.simulate.traffic import Arrival, arrivals, num_tokens_of, token_ids
+from benchmarks.simulate.traffic import Arrival, arrivals, new_prompts, num_tokens_of, token_ids
 from engine.core.types import Batch, Row
 
 TIMES = StepTimes(0.004, 0.0002, 0.0004, 1e-7)
@@ -74,6 +75,15 @@ def test_no_request_is_lost_when_replicas_fail_and_their_answers_continue_at_oth
     assert result.num_kills > 2 and result.num_continued > result.num_kills
     assert result.num_lost == 0 and len(result.e2e_s) == len(result.ttft_s) == len(traffic)
     assert 0.3 < result.hit_rate < simulate(Cluster(3, TIMES), traffic, 1).hit_rate
+
+
+@pytest.mark.slow
+def test_front_ends_that_do_not_know_of_each_others_last_requests_spread_the_load():
+    cluster = Cluster(3, DEMO_MODEL, are_front_ends=True, num_clients=12)
+    results = [simulate(cluster, new_prompts(seed, 90, 64)) for seed in range(8)]
+    assert all(len(each.e2e_s) == 90 for each in results)
+    assert statistics.mean(each.load_max_over_mean for each in results) < 1.07
+    assert simulate(cluster, new_prompts(0, 90, 64)) == results[0]
 
 
 def test_requests_wait_while_every_replica_is_down_and_are_refused_when_none_comes_back():

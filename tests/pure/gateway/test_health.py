@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import socket
-from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -79,7 +78,7 @@ def test_an_answer_is_good_for_a_while_and_no_longer(monkeypatch, max_age_s, num
 
 def test_frequent_requests_wait_for_no_probe_and_get_nothing_old(monkeypatch):
     now_s = [100.0]
-    monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(health, "now", lambda: now_s[0])
     backend = FakeBackend()
 
     async def ask_often():

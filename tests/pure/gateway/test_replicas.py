@@ -22,7 +22,7 @@ from gateway.replicas.connections import ReplicaConnections, replica_credentials
 from gateway.replicas.placement import choose, num_uncached_tokens, prompt_keys
 from gateway.replicas.replica import Replica
 from gateway.replicas.replica_set import RemoteReplica, ReplicaSet
-from gateway.replicas.served import Poll, ServedRequests
+from gateway.replicas.served import Load, Poll, ServedRequests
 from gateway.triton_client import TritonBackend
 from tests.patience import PATIENCE_S
 from tests.pure.gateway_fake import WAIT, FakeBackend
@@ -127,6 +127,40 @@ def test_news_are_the_keys_since_the_last_poll_or_all_of_them():
 # --- failover ---------------------------------------------------------------------------------------------------------
 
 
+def test_the_load_of_a_replica_is_that_of_the_other_front_ends_at_the_last_poll_and_the_own_one_now():
+    async def scenario():
+        worker = ReplicaSet(FakeBackend("a", WAIT, state=ModelState(ready=True, model_hash="m", num_open=6)), Config())
+        served, asked = worker.served, {"req_id": "r", "text": "x" * 1024}
+        with served.forwarded(asked, "front a") as begun, served.forwarded({**asked, "req_id": "s"}, "front b"):
+            begun.num_tokens = 0
+            seen = {
+                name: (await worker.summary(Poll(front_end=name))).load for name in ("front a", "front b", "front c")
+            }
+            # The model has six requests, so four are background responses, which no front end waits for.
+            assert seen == {"front a": Load(5, 1), "front b": Load(5, 0), "front c": Load(6, 1)}
+        replica = Replica("b", lambda: FakeBackend("a", WAIT))
+        replica.load_elsewhere, keys = seen["front a"], prompt_keys(asked)
+        answers = replica.generate(asked, keys, 5)
+        assert (await anext(answers)).token == "a"
+        assert (replica.num_running, replica.num_queued_tokens) == (6, 1)
+        await answers.aclose()
+        assert replica.num_running == 5
+
+    run(scenario())
+
+
+def test_a_prompt_for_this_server_is_queued_here_with_all_its_tokens_until_it_is_answered():
+    async def scenario():
+        replicas = set_of((WAIT, "a"), ())
+        busy(replicas, 1)
+        answers = asyncio.create_task(answer_of(replicas, LONG_ASK))
+        await asyncio.to_thread(replicas.local.backend.waiting.acquire, timeout=PATIENCE_S)
+        assert replicas.local.num_queued_tokens == num_uncached_tokens(prompt_keys(LONG_ASK), KnownPrefixes()) > 1000
+        answers.cancel()
+
+    run(scenario())
+
+
 class FakeReplicas(ReplicaSet):
     """Replicas over fake backends, the first of which is this server."""
 
@@ -157,8 +191,7 @@ async def answer_of(replicas, body=ASK):
 def busy(replicas, *indices):
     """Let the replicas of these indices be chosen last."""
     for i in indices:
-        each = (replicas.local, *replicas.others)[i]
-        each.state = msgspec.structs.replace(each.state, num_open=1000)
+        (replicas.local, *replicas.others)[i].load_elsewhere = Load(1000)
 
 
 def text_of(answers):
@@ -318,7 +351,7 @@ def test_an_answer_continues_where_the_arithmetic_is_the_same_if_it_can_and_othe
         for replica, found in zip((replicas.local, *replicas.fakes), (7, 8, 7), strict=True):
             replica.state = msgspec.structs.replace(replica.state, fingerprint=found)
         busy(replicas, 1, 2)
-        replicas.fakes[1].state = msgspec.structs.replace(replicas.fakes[1].state, num_open=10_000)
+        replicas.fakes[1].load_elsewhere = Load(10_000)
         assert text_of(await answer_of(replicas)) == "abx"
         assert [each.num_requests for each in (replicas.local, *replicas.fakes)] == [1, 1, 1]
         assert [each.num_inexact for each in (replicas.local, *replicas.fakes)] == [0, 1, 0]
@@ -338,7 +371,7 @@ def test_a_replica_hears_what_an_owner_uses_at_the_others_and_the_priority_and_t
             replica.state = msgspec.structs.replace(replica.state, usage={"alice": usage, "bob": (9, 9.0)})
         busy(replicas, 1)
         busy(replicas, 2)
-        replicas.fakes[1].state = msgspec.structs.replace(replicas.fakes[1].state, num_open=10_000)
+        replicas.fakes[1].load_elsewhere = Load(10_000)
         body = {**ASK, "priority": 7, "_owner": alice}
         assert text_of(await answer_of(replicas, body)) == "ab"
         [first], [rest] = replicas.local.backend.bodies, replicas.fakes[0].backend.bodies
