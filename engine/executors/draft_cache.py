@@ -70,6 +70,11 @@ class DraftCache:
         self.advance(slot, num_valid)
         return min(num_valid, len(token_ids) - 1)
 
+    @property
+    def max_len(self) -> int:
+        """Return the number of positions of the longest request."""
+        return self.tables.shape[1] * self._block_size
+
     def num_valid(self, slot: int) -> int:
         """Return how many leading positions of a slot are computed."""
         return self._num_valid[slot]

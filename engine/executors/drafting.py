@@ -22,9 +22,11 @@ from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot, Drafts, Judged
 from engine.executors.lookup_drafts import LookupDrafts
 from engine.executors.rank_blocks import BlockAccess
-from engine.executors.step import DraftingStep, Mask, PassedStep, StepInThread
+from engine.executors.step import ComingBatches, DraftingStep, Mask, PassedStep, StepInThread
+from engine.executors.verified_rows import RunningStep
 from engine.settings.config import Config
 
+PATIENCE_SHARE = 0.5  # of the time of the last step, that this one waits for the batch of the next one
 NUM_READING = 3  # steps in whose time the source reads: the one that has ended, the one that runs, and the next
 
 
@@ -48,6 +50,14 @@ class DraftSource(Protocol):
     ) -> Drafts:
         """Return the drafts of the rows, at most `max_drafts` together. The policy chooses how many; without one, there
         are as many as possible. On a device that runs ahead, ids may stand for tokens that are still computed."""
+        ...
+
+    def begin_ahead(
+        self, running: RunningStep, batch: Batch, slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None
+    ) -> bool:
+        """Launch the drafts for the next step, whose `batch` continues the `running` one, if the device can take the
+        tokens of the latter. Return whether it has, and has also noted the batch as in `begin`. The next call of
+        `drafts` is the one for that batch."""
         ...
 
     def finish(self, slots: Mapping[int, DraftedSlot]) -> Drafts:
@@ -96,7 +106,8 @@ class DraftingExecutor:
     Steps run one after another in a thread. When the tokens of a step are known there, the thread fills in the PENDING
     tokens of the next step, adds drafts to its rows, and launches it on the other executor. So the scheduler can
     schedule a step while the one before runs, and need not know how many drafts are accepted. The other executor, with
-    all its ranks, receives batches in which every token is known.
+    all its ranks, receives batches in which every token is known. On a GPU the drafts of a step are launched while the
+    step before runs, if the source can do that.
 
     While the policy rests, steps are passed on as if there were no drafts: in the thread of an executor that computes
     in one, and otherwise before the tokens of the step before are known.
@@ -133,6 +144,9 @@ class DraftingExecutor:
         self._last: DraftingStep | None = None  # launched in the thread, unless a passed step came behind it
         self._kept_back: tuple[DraftingStep, StepOutput] | None = None  # result of a step, until the next is launched
         self._ended_s = 0.0  # when the last step has ended
+        self._coming = ComingBatches()  # for the thread
+        self._is_begun = False  # the next one, whose drafts were launched ahead
+        self._patience_s = 0.0  # how long a step may wait for the next one, to launch its drafts
         self._thread = executor.thread or ThreadPoolExecutor(1, "drafts")
 
     @property
@@ -174,6 +188,7 @@ class DraftingExecutor:
             self._passed.popleft().result()
         step = DraftingStep(follows=self._is_ahead and self._last is not None and not self._last.output.done())
         self._last = step  # before it can end
+        self._coming.put(batch)
         submitted = self._thread.submit(self._run, batch, step)
         submitted.add_done_callback(lambda run: run.cancelled() and step.output.cancel())
         return step
@@ -191,6 +206,7 @@ class DraftingExecutor:
     def _run(self, batch: Batch, step: DraftingStep) -> None:
         """Compute a step and set its results. On a device that runs ahead, they are kept back if another step waits
         for this thread, until that one is launched: what the engine does with them would delay it."""
+        self._coming.take()
         try:
             if self._error:  # An earlier step has failed: the state that this one starts from is undefined.
                 raise self._error
@@ -270,6 +286,9 @@ class DraftingExecutor:
 
     def _begin(self, batch: Batch) -> None:
         """Note the new requests and blocks of a step."""
+        if self._is_begun:
+            self._is_begun = False
+            return
         self._source.begin(batch, self._slots)
         for slot, token_ids, prompt_len, sampling, *_ in batch.arrivals:
             max_len = prompt_len + max(sampling.max_new_tokens - 1, 0)
@@ -282,6 +301,7 @@ class DraftingExecutor:
         filled, drafts = self._fill_in(batch)
         launched = time.perf_counter()
         output, noted = self._output(filled, drafts, step)
+        self._patience_s = PATIENCE_SHARE * (time.perf_counter() - launched)
         gain, step_s = None, 0.0
         if self._policy:
             now = time.perf_counter()
@@ -322,8 +342,19 @@ class DraftingExecutor:
         step.drafted.set_result(drafts)
         if filled.has_mask:
             running.mask(step.masked.result())
+        elif self._is_ahead:
+            self._begin_ahead(filled, noted)
         output = running.result()
         return output, noted if self._is_ahead else self._source.note(filled.rows)
+
+    def _begin_ahead(self, filled: Batch, noted: Any) -> None:
+        """Launch the drafts of the next step behind a running one. The scheduler has usually scheduled it by now, or
+        does so soon."""
+        if any(len(row.token_ids) != row.num_sampled for row in filled.rows):
+            return
+        if batch := self._coming.next(self._patience_s):
+            running = RunningStep(filled.rows, noted)
+            self._is_begun = self._source.begin_ahead(running, batch, self._slots, self._policy)
 
     def _fill_in(self, batch: Batch) -> tuple[Batch, dict[int, Sequence[int]]]:
         """Return the batch with all its tokens, and the drafts that were added to it, by slot."""

@@ -10,6 +10,7 @@ from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot, Drafts, Judged
 from engine.executors.ngram import NgramDrafter
 from engine.executors.suffix import RecentAnswers, SuffixDrafter
+from engine.executors.verified_rows import RunningStep
 from engine.settings.config import Config
 
 
@@ -81,6 +82,11 @@ class LookupDrafts:
             return offers
         counts = policy.choose_for(rows, [(slots[rows[index].slot].level, len(drafts)) for index, drafts in offers])
         return [(index, drafts[:count]) for (index, drafts), count in zip(offers, counts, strict=True) if count]
+
+    def begin_ahead(
+        self, running: RunningStep, batch: Batch, slots: Mapping[int, DraftedSlot], policy: DraftPolicy | None
+    ) -> bool:
+        return False
 
     def finish(self, slots: Mapping[int, DraftedSlot]) -> Drafts:
         return []

@@ -14,6 +14,7 @@ from engine.core.types import Batch, Row
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot, Drafts
 from engine.executors.model_drafts import SHORT, DraftModel, DraftRow, ModelDrafts, Wish
+from engine.executors.verified_rows import Verified
 
 NUM_KEPT = 7 * SHORT  # states of the last tokens of a slot that stay on a device where steps are launched ahead
 MAX_PASSED = NUM_KEPT - 2 * SHORT  # steps that may be launched ahead until the layer reads their states
@@ -138,6 +139,18 @@ class MtpDrafts(ModelDrafts):
             self._catch_up([(row.slot, row.start) for row in rows])
         able = [row if self._has_last(row.slot, slots[row.slot]) else replace(row, max_drafts=0) for row in rows]
         return super().drafts(able, slots, max_drafts, policy)
+
+    def _has_read(self, wish: Wish) -> bool:
+        num_valid = self._model.cache.num_valid(wish.slot)
+        return wish.slot not in self._unread and num_valid == len(wish.request.token_ids) - 1
+
+    def _row_ahead(self, wish: Wish, verified: Verified, noted: Any) -> DraftRow:
+        row, first = super()._row_ahead(wish, verified, noted), verified.first_choice
+        return row._replace(start=row.start - 1, states=noted[first : first + len(row.token_ids)])
+
+    def _note_read(self, wish: Wish) -> None:
+        if unread := self._unread.pop(wish.slot, None):
+            self._model.cache.advance(wish.slot, unread.end)
 
     def _has_last(self, slot: int, request: DraftedSlot) -> bool:
         """Return whether the state is there from which the layer drafts."""

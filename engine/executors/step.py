@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,30 @@ class StepWhenAsked:
 
     def result(self) -> StepOutput:
         return self._compute(self._mask)
+
+
+class ComingBatches:
+    """Batches on the way to a thread, which may look at the next one before it takes it."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Batch] = SimpleQueue()
+        self._next: Batch | None = None
+
+    def put(self, batch: Batch) -> None:
+        self._queue.put(batch)
+
+    def next(self, timeout_s: float) -> Batch | None:
+        """Return the next batch, which stays there. Return None if none comes in time."""
+        if self._next is None:
+            with contextlib.suppress(Empty):
+                self._next = self._queue.get(timeout=timeout_s)
+        return self._next
+
+    def take(self) -> None:
+        """Take the next batch, which is there."""
+        if self._next is None:
+            self._queue.get(block=False)
+        self._next = None
 
 
 @dataclass

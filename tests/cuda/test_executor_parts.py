@@ -277,19 +277,21 @@ def step_tables(width):
 
 
 def test_tokens_are_answered_to_the_host_in_turn_and_kept_by_slot(device):
-    buffers, last_tokens = StepBuffers(2, 10, 4, device), torch.zeros(5, dtype=torch.int32, device=device)
+    buffers = StepBuffers(2, 10, 4, device)
+    last_tokens, chosen = (torch.zeros(5, dtype=torch.int32, device=device) for _ in range(2))
     numbers, tables = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, (3, 1)))
     found = []
     for step in range(4):
         buffers.write([np.zeros(1, np.int32)], np.zeros((3, 1), np.int32))
         buffers.load(numbers, tables)
         tokens = torch.tensor([10, 20, 30], dtype=torch.int32, device=device) + step
-        buffers.store(tokens, torch.tensor([4, 0, 1], device=device), last_tokens)
+        buffers.store(tokens, torch.tensor([4, 0, 1], device=device), last_tokens, chosen)
         found.append(Download({"tokens": buffers.tokens(2)}, device))
         if step:
             assert found[step - 1].wait()["tokens"].tolist() == [9 + step, 19 + step]
     assert found[3].wait()["tokens"].tolist() == [13, 23]
     assert array(last_tokens).tolist() == [23, 33, 0, 0, 13]
+    assert array(chosen).tolist() == [13, 23, 33, 0, 0]
 
 
 @pytest.mark.parametrize(("block_size", "is_taken"), [(8, False), (48, False), (16, True), (64, True), (256, True)])

@@ -62,7 +62,7 @@ class CpuDraftModel:
         if copies := self._slots.place(batch):
             self._graph.copy(copies)
 
-    begin = None
+    begin, may_follow = None, False
 
     def finish(self) -> list[list[int]]:
         raise NotImplementedError("a run on a CPU returns its tokens")

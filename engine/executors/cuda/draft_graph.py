@@ -64,7 +64,7 @@ class CudaDraftGraph:
         self._chunk = min(config.max_step_tokens, graph.max_seq_len)
         self._max_drafts = config.speculate_max_draft_token_num
         bounds = DraftSizes(sizes.num_slots, self._max_drafts, sizes.max_blocks)
-        tokens = DraftedTokens(sizes.num_slots, executor.draft_tokens[0], graph.draft_ids)
+        tokens = DraftedTokens(sizes.num_slots, executor.draft_tokens[0], executor.chosen_tokens, graph.draft_ids)
         self._runs = DraftRuns(graph.program, bounds, tokens, graph.states, self._device)
         self._graphs = DraftRunGraphs(self._runs, config, bounds, self._device)
         self._compiler = KernelCompiler(self._device, lambda progress: None) if self._device.type == "cuda" else None

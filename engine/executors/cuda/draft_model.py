@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.core.types import Batch, Row
 from engine.executors.cuda.draft_graph import DEPTH, RING, CudaDraftGraph
-from engine.executors.cuda.draft_runs import STATE_ROWS, fields_of
+from engine.executors.cuda.draft_runs import STATE_ROWS, VERIFIED, fields_of
 from engine.executors.cuda.executor import CudaExecutor
 from engine.executors.cuda.host_transfers import Download
 from engine.executors.draft_slots import DraftSlots, SlotSizes, graph_inputs
@@ -41,7 +41,8 @@ class CudaDraftModel:
         memory, first_id = first.draft_tokens
         self._drafts = memory.view(-1, sizes.num_slots)
         self._ids = first_id - np.arange(len(memory)).reshape(self._drafts.shape)
-        self._download: Download | None = None  # of the drafts of the last run
+        self._download: Download | None = None  # of the last drafts
+        self.may_follow = isinstance(draft_graph, CudaDraftGraph)  # other ranks do not have the chosen tokens
 
     @classmethod
     def load(cls, graph_dir: Path, first: CudaExecutor, config: Config, sizes: SlotSizes) -> CudaDraftModel:
@@ -62,22 +63,27 @@ class CudaDraftModel:
     def run(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
         """Compute the tokens of the rows, and return `num_drafts` tokens for each row that samples; negative ones if
         none can be sampled."""
-        self.begin(rows, num_drafts)
-        return self.finish()
+        return _drafts(self._launch(rows, num_drafts))
 
     def begin(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
         """Launch a run. Return ids that stand for its drafts in a step that the executor launches next."""
-        rows = sorted(rows, key=lambda row: not row.samples)
-        num_sampling = sum(row.samples for row in rows)
-        depth = num_drafts if num_sampling else 0
-        self._graph.run(self._inputs(rows, depth))
-        self._download = Download.of({"drafts": self._drafts[:depth, :num_sampling]}, self._device)
-        return self._ids[:depth, :num_sampling].T.tolist()
+        download = self._launch(rows, num_drafts)
+        if not num_drafts:
+            return []
+        self._download = download
+        return self._ids[:num_drafts, : sum(row.samples for row in rows)].T.tolist()
 
     def finish(self) -> list[list[int]]:
         """Wait for the run and return its drafts."""
         assert self._download
-        return self._download.wait()["drafts"].T.tolist()
+        return _drafts(self._download)
+
+    def _launch(self, rows: Sequence[DraftRow], num_drafts: int) -> Download:
+        rows = sorted(rows, key=lambda row: not row.samples)
+        num_sampling = sum(row.samples for row in rows)
+        depth = num_drafts if num_sampling else 0
+        self._graph.run(self._inputs(rows, depth))
+        return Download.of({"drafts": self._drafts[:depth, :num_sampling]}, self._device)
 
     def _inputs(self, rows: Sequence[DraftRow], depth: int) -> dict[str, np.ndarray]:
         """Return the inputs of a run. The block tables reach to its last position, which may lie behind the blocks of a
@@ -85,13 +91,22 @@ class CudaDraftModel:
         last = max(row.start + len(row.token_ids) - 1 for row in rows) + max(depth - 1, 0)
         slots = [row.slot for row in rows]
         tables = self.cache.tables_of(slots, last // self._block_size + 1, self._null_block)
-        sampling = self._slots.sampling_rows([row for row in rows if row.samples])
-        inputs = fields_of(sampling) | graph_inputs(rows)
+        sampling = [row for row in rows if row.samples]
+        inputs = fields_of(self._slots.sampling_rows(sampling)) | graph_inputs(rows)
+        for index, row in enumerate(sampling):
+            if row.verified:
+                inputs[VERIFIED][:, index] = row.verified
+                inputs["logit_rows"][index] -= row.verified.num_drafts
         inputs |= {"block_tables": tables, DEPTH: np.array([depth], np.int32)}
         if not self._graph.states_width:
             return inputs
         states = [np.zeros(len(row.token_ids), np.int32) if row.states is None else row.states for row in rows]
         return inputs | {STATE_ROWS: np.concatenate(states)}
+
+
+def _drafts(download: Download) -> list[list[int]]:
+    """Wait for drafts, and return those of each row."""
+    return download.wait()["drafts"].T.tolist()
 
 
 class CudaMtpLayer(CudaDraftModel):

@@ -35,6 +35,7 @@ from engine.ops.sampling_rows import SamplingRows
 from engine.settings.config import Config
 
 STATE_ROWS = "state_rows"  # i32 [T]: rows of the kept states, see `DraftRuns.states`
+VERIFIED = "verified"  # i32 [3, S], see `DraftedTokens.verify`
 FIELDS = ("seed", "counter", *(name for name in ALWAYS if name not in ("seed", "counter")))  # those of 8 bytes first
 DRAFT_MODES = GREEDY, SamplingMode(True, True, True)  # without and with rows that are not greedy
 
@@ -74,6 +75,8 @@ class DraftRuns:
 
     def first(self, sent: Mapping[str, Tensor], mode: SamplingMode) -> None:
         """Compute the first step of a run. Sample a token for each of the `logit_rows`, if there are any."""
+        if len(sent["logit_rows"]):
+            self.tokens.verify(sent[VERIFIED], sent, sent["counter"])
         inputs: dict[str, Tensor | KnownStarts] = {**sent, **self._caches}
         usual_tokens = self._max_drafts + 1
         if len(sent["token_ids"]) <= usual_tokens * len(sent["context_lens"]):
@@ -226,8 +229,8 @@ class DraftRunGraphs:
 
 
 def fields_of(rows: SamplingRows) -> Arrays:
-    """Return the fields of rows that sampling reads, by name."""
-    return {name: getattr(rows, name) for name in FIELDS}
+    """Return the fields of rows that sampling reads, by name, and VERIFIED for rows whose tokens are known."""
+    return {name: getattr(rows, name) for name in FIELDS} | {VERIFIED: np.full((3, len(rows.values)), -1, np.int32)}
 
 
 def run_shape(num_rows: int, max_drafts: int) -> Shape:

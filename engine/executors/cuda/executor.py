@@ -31,10 +31,11 @@ from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, CudaProgram, Inputs, Outputs
 from engine.executors.cuda.prompt_outputs import StepPromptOutputs
 from engine.executors.cuda.sampling import fields_to_send
-from engine.executors.cuda.step_graphs import Captured, OptionalInputs, StepGraphs
+from engine.executors.cuda.step_graphs import Captured, OptionalInputs, SampledTokens, StepGraphs
 from engine.executors.cuda.step_shapes import (
     CHOICE,
     KEPT_ROWS,
+    MAX_VERIFYING,
     Arrays,
     uncaptured_inputs,
 )
@@ -137,6 +138,9 @@ class CudaExecutor:
         self._first_draft, num_drafts = config.batch_size + 1, config.speculate_max_draft_token_num
         num_tokens = self._first_draft + num_drafts * config.batch_size * (config.speculate_method != "none")
         self._last_tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self._device)
+        # Those of the last step, unless it has samples behind longer pieces of an answer than drafts are.
+        most = max((1 + num_drafts) * config.batch_size, MAX_VERIFYING)
+        self.chosen_tokens = self._last_tokens.new_zeros(most)
         self._no_embeddings = torch.zeros(1, self._program.params[TABLE].shape[1], device=self._device)
         self._kept_states: KeptStates | None = None
         self.kept_rows = np.zeros(0, np.int64)  # of the tokens of the last step, if their states are kept
@@ -192,8 +196,8 @@ class CudaExecutor:
         self._caches.clear()
         try:
             self._caches.allocate(num_blocks)
-            last_tokens = None if self._membership.rank else self._last_tokens
-            self._graphs.capture(self._compute, last_tokens, self._caches.null_block, self._compiler)
+            sampled = None if self._membership.rank else SampledTokens(self._last_tokens, self.chosen_tokens)
+            self._graphs.capture(self._compute, sampled, self._caches.null_block, self._compiler)
         except torch.cuda.OutOfMemoryError:
             free, total = (number / 2**30 for number in torch.cuda.mem_get_info(self._device))
             raise ConfigError(
@@ -359,7 +363,10 @@ class CudaExecutor:
         self, logits: Tensor, sent: Mapping[str, Tensor], mode: SamplingMode, num_logprobs: int = -1
     ) -> dict[str, Tensor]:
         sampled = sample(logits, sent, mode, num_logprobs)
-        self._last_tokens.index_copy_(0, sent["slots"], sampled["token_ids"])
+        token_ids = sampled["token_ids"]
+        self._last_tokens.index_copy_(0, sent["slots"], token_ids)
+        if len(token_ids) <= len(self.chosen_tokens):
+            self.chosen_tokens[: len(token_ids)].copy_(token_ids)
         return sampled
 
     def _compute(self, inputs: Inputs) -> Outputs:

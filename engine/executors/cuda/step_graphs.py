@@ -55,6 +55,13 @@ Pool = tuple[int, int]  # id of the memory pool that captured graphs share
 Kind = tuple[Shape, bool]  # shape, and whether the step has adapters
 
 
+class SampledTokens(NamedTuple):
+    """Memory of the sampled tokens on the device, i32."""
+
+    last: Tensor  # by slot
+    chosen: Tensor  # those of the last step, in the order of its choices
+
+
 class Captured(NamedTuple):
     """Captured step: its CUDA graph with static inputs and outputs, and the graphs that sample its tokens."""
 
@@ -153,12 +160,12 @@ class StepGraphs:
         return self._buffers.tokens(num_tokens)
 
     def capture(
-        self, run: Run, last_tokens: Tensor | None, null_block: int, compiler: KernelCompiler | None = None
+        self, run: Run, sampled: SampledTokens | None, null_block: int, compiler: KernelCompiler | None = None
     ) -> None:
         """Capture all graphs for the caches that are allocated now.
 
-        `last_tokens` are the last sampled tokens by slot, or None on a rank that never samples. `compiler` compiles the
-        kernels of these steps first, in parallel.
+        `sampled` receives the sampled tokens; it is None on a rank that never samples. `compiler` compiles the kernels
+        of these steps first, in parallel.
         """
         self.null_block = null_block
         # The others reuse the memory of the largest.
@@ -180,15 +187,15 @@ class StepGraphs:
         if compiler:
             self._buffers = buffers()  # discarded: buffers count steps, and these are not launched
             with compiler.recording():
-                self._record_all(run, steps, tables, last_tokens, None)
+                self._record_all(run, steps, tables, sampled, None)
             compiler.compile()
         self._buffers = buffers()
-        self._captured = self._record_all(run, steps, tables, last_tokens, torch.cuda.graph_pool_handle())
+        self._captured = self._record_all(run, steps, tables, sampled, torch.cuda.graph_pool_handle())
         used, seconds = free - torch.cuda.mem_get_info(self._device)[0], time.monotonic() - started
         log.info("CUDA graphs of %d steps captured in %.1f s, %.2f GB", len(self._captured), seconds, used / 1e9)
 
     def _record_all(
-        self, run: Run, steps: Mapping[Kind, Arrays], tables: Tensor, last_tokens: Tensor | None, pool: Pool | None
+        self, run: Run, steps: Mapping[Kind, Arrays], tables: Tensor, sampled: SampledTokens | None, pool: Pool | None
     ) -> dict[Kind, Captured]:
         """Capture all steps and the sampling of decode steps. Without a `pool`, launch each once and capture
         nothing."""
@@ -197,8 +204,8 @@ class StepGraphs:
             captured = self._record(
                 run, step, tables[: shape.num_requests * len(self._table_names)], pool, shape.usual_tokens
             )
-            if last_tokens is not None and shape.samples_all:
-                captured = captured._replace(choices=self._record_choices(captured, last_tokens, pool))
+            if sampled and shape.samples_all:
+                captured = captured._replace(choices=self._record_choices(captured, sampled, pool))
             all_captured[shape, is_adapted] = captured
         return all_captured
 
@@ -239,13 +246,13 @@ class StepGraphs:
         return Captured(graph, static_inputs, step, outputs, {})
 
     def _record_choices(
-        self, captured: Captured, last_tokens: Tensor, pool: Pool | None
+        self, captured: Captured, sampled: SampledTokens, pool: Pool | None
     ) -> dict[SamplingMode, torch.cuda.CUDAGraph]:
         buffers, inputs = self._buffers, captured.static_inputs
 
         def choose(mode: SamplingMode) -> None:
             token_ids = sample(captured.outputs.logits, inputs, mode)["token_ids"]
-            buffers.store(token_ids, inputs["slots"], last_tokens)
+            buffers.store(token_ids, inputs["slots"], *sampled)
 
         return {mode: self._graph_of(partial(choose, mode), pool)[0] for mode in ALL_MODES}
 

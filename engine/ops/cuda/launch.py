@@ -30,7 +30,7 @@ STEP_SIZES = [
 ]
 STEP_ARRAYS = [
     *("token_ids", "positions", "query_starts", "context_lens", "block_tables", "rows", "slots", "numbers", "tables"),
-    *("embeddings", "query_tiles", "num_real"),
+    *("embeddings", "query_tiles", "num_real", "verified"),
     *("temperatures", "min_ps", "wanted", "seeds", "counters", "num_wanted", "mask"),
     *("starts", "ends", "ids", "biases", "seen_counts", "repetitions", "frequencies", "presences"),
     *("probabilities", "thresholds"),

@@ -50,10 +50,12 @@ class StepBuffers:
             self._num_buffers, PROGRAMS, BLOCK, **PDL,
         )  # fmt: skip
 
-    def store(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> None:
-        """Launch the kernel that copies the sampled tokens to the host, and to `last_tokens` at the slots, i64."""
+    def store(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor, chosen: Tensor) -> None:
+        """Launch the kernel that copies the sampled tokens to the host, to `last_tokens` at the slots, i64, and to the
+        beginning of `chosen`."""
         _store_tokens[(triton.cdiv(len(token_ids), BLOCK),)](
-            token_ids, slots, last_tokens, self._num_loads, self._tokens, len(token_ids), self._tokens.stride(0),
+            token_ids, slots, last_tokens, chosen, self._num_loads, self._tokens, len(token_ids),
+            self._tokens.stride(0),
             self._num_buffers, PROGRAMS, BLOCK, **PDL,
         )  # fmt: skip
 
@@ -84,7 +86,7 @@ def _load_inputs(
 
 @kernel
 def _store_tokens(
-    token_ids, slots, last_tokens, num_loads, tokens, count, stride,
+    token_ids, slots, last_tokens, chosen, num_loads, tokens, count, stride,
     BUFFERS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     begin_next()
@@ -93,4 +95,5 @@ def _store_tokens(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sampled = tl.load(token_ids + row, mask=row < count, other=0)
     tl.store(last_tokens + tl.load(slots + row, mask=row < count, other=0), sampled, mask=row < count)
+    tl.store(chosen + row, sampled, mask=row < count)
     tl.store(tokens + step % BUFFERS * stride + row, sampled, mask=row < count)

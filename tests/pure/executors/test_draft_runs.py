@@ -9,22 +9,23 @@ import pytest
 from msgspec.structs import replace
 
 from engine.core.cache_groups import FULL_ATTENTION
-from engine.core.types import Arrival, Batch, Row, Sampling, StepOutput
+from engine.core.types import PENDING, Arrival, Batch, Copy, Row, Sampling, StepOutput
 from engine.executors.draft_cache import DraftCache
 from engine.executors.draft_policy import DraftPolicy
 from engine.executors.drafted_slot import DraftedSlot
 from engine.executors.drafting import DraftingExecutor
-from engine.executors.model_drafts import ModelDrafts
-from engine.executors.mtp_drafts import MAX_PASSED, MtpDrafts
+from engine.executors.model_drafts import DraftRow, ModelDrafts
+from engine.executors.mtp_drafts import MAX_PASSED, MtpDrafts, Unread
+from engine.executors.verified_rows import Verified
 from tests.patience import PATIENCE_S
 
-IDS, TOKENS = [-10, -11, -12], [6, 7, 8]
+GREEDY, IDS, TOKENS = Sampling(50), [-10, -11, -12], [6, 7, 8]
 
 
 class FakeModel:
     """Draft model that always drafts the same tokens."""
 
-    max_seq_len, block_bytes, chunk = 100, 0, 100
+    max_seq_len, block_bytes, chunk, may_follow = 100, 0, 100, False
 
     def __init__(self, events):
         self.cache, self._events = DraftCache(1, 16, 4, 0), events
@@ -141,6 +142,83 @@ def test_no_step_stays_without_a_result_when_the_executor_is_closed():
     assert all(step.output.done() for step in steps)
 
 
+class Following(FakeModel):
+    """Draft model that can run behind a step whose tokens are not known."""
+
+    may_follow = True
+
+    def begin(self, rows, num_drafts):
+        self._events.append(rows)
+        return [IDS[:num_drafts]]
+
+
+class Awaiting(FakeExecutor):
+    """Executor that launches steps when the test has passed all of them to it."""
+
+    def __init__(self, events):
+        super().__init__(events)
+        self.may_launch = threading.Event()
+
+    def launch(self, batch):
+        assert self.may_launch.wait(PATIENCE_S)
+        return super().launch(batch)
+
+
+FOLLOWING = Row(0, 3, [PENDING], max_drafts=3)
+
+
+def two_steps(source, sampling=GREEDY, following=FOLLOWING, **more):
+    """Run a step that accepts two of three drafts, and the next one."""
+    awaiting = Awaiting(source._model._events)
+    executor = DraftingExecutor(awaiting, 3, source)
+    executor.allocate(16)
+    first = Batch([Row(0, 2, [5], [range(4)], max_drafts=3)], [Arrival(0, [3, 4, 5], 2, sampling)], max_drafts=3)
+    steps = [executor.launch(first), executor.launch(Batch([following], max_drafts=3, **more))]
+    awaiting.may_launch.set()
+    for step in steps:
+        step.result()
+    executor.close()
+
+
+@pytest.mark.parametrize(("max_new_tokens", "num_drafts"), [(50, 3), (6, 1), (5, 0)])
+def test_drafts_are_launched_before_the_tokens_of_the_step_before_are_known(max_new_tokens, num_drafts):
+    """The run reads all tokens that the step chooses. There may be room for fewer drafts behind those that are
+    accepted."""
+    events = []
+    two_steps(ModelDrafts(Following(events), 100), Sampling(max_new_tokens))
+    assert events[1:3] == [[5, *IDS], "finish"]
+    assert events[3] == [DraftRow(0, 3, [0] * 4, True, 2, None, Verified(0, 3, 0))]
+    assert events[4:6] == [[5, *TOKENS], [9, *IDS[:num_drafts]]]
+
+
+@pytest.mark.parametrize(
+    ("following", "more"),
+    [
+        pytest.param(Row(0, 3, [6], max_drafts=3), {}, id="known token"),
+        pytest.param(Row(0, 3, [PENDING]), {}, id="no drafts"),
+        pytest.param(Row(0, 3, [PENDING], max_drafts=3), {"copies": [Copy(0, 0, 3, 3, 9)]}, id="copied block"),
+    ],
+)
+def test_a_step_that_does_more_than_continue_the_one_before_is_not_drafted_for_ahead(following, more):
+    events = []
+    two_steps(ModelDrafts(Following(events), 100), following=following, **more)
+    assert events[3] == [5, *TOKENS]
+
+
+def test_a_step_with_a_penalty_is_not_drafted_for_ahead():
+    events = []
+    two_steps(ModelDrafts(Following(events), 100), Sampling(50, repetition_penalty=1.1))
+    assert [each for each in events if each and isinstance(each[0], DraftRow)] == []
+
+
+def test_a_run_behind_a_step_ends_within_the_longest_request():
+    events = []
+    model = Following(events)
+    model.max_seq_len = 9  # the drafts may end at position 3 + 3 + 3
+    two_steps(ModelDrafts(model, 100))
+    assert events[3] == [5, *TOKENS]
+
+
 class FakeLayer(FakeModel):
     """Layer whose states are the positions of their tokens."""
 
@@ -159,6 +237,23 @@ class FakeLayer(FakeModel):
     def begin(self, rows, num_drafts):
         self.given = [state for row in rows for state in row.states.tolist()]
         return super().begin(rows, num_drafts)
+
+
+class FollowingLayer(FakeLayer):
+    may_follow = True
+
+
+def test_a_layer_reads_the_states_of_all_tokens_of_the_step_before():
+    events = []
+    layer = FollowingLayer(events)
+    source = MtpDrafts(layer, 100, "mtp")
+    source._unread[0] = Unread(0, np.arange(2))  # of the prompt
+    source.begin = lambda batch, slots: layer.place(batch)
+    two_steps(source)
+    assert events == ["begin", [5, *IDS], "finish", "begin", [5, *TOKENS], [9, *IDS], "finish", [9, *TOKENS]]
+    assert layer.given == [2, 3, 4, 5]
+    assert layer.cache.num_valid(0) == 5
+    assert list(source._unread) == [0] and source._unread[0].start == 5
 
 
 @pytest.mark.parametrize("spent", ["nothing", "for prompts", "in rests"])
