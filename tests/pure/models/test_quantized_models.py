@@ -69,8 +69,12 @@ def test_numpy_kernels_and_paddle_compute_the_same(quant_type, exported):
     directory, prompt = exported("qwen2", quant_type=quant_type), golden("qwen2")["prompt_65"].tolist()
     of_kernels = logits_of(PagedModel.of(directory, cpu), prompt)
     np.testing.assert_array_equal(logits_of(PagedModel.through_paddle(directory), prompt), of_kernels)
-    defined = logits_of(PagedModel.of(directory, reference), prompt)  # an activation may be rounded the other way
-    assert error_of(of_kernels, defined) < 0.003
+    defined = logits_of(PagedModel.of(directory, reference), prompt)
+    # Sums of another order round an activation the other way now and then. With 8-bit floats that changes it by up to
+    # an eighth, so rows without such an activation have to agree, and the others nearly.
+    errors = np.abs(of_kernels - defined).mean(axis=-1) / defined.std()
+    assert np.quantile(errors, 0.25) < 1e-4
+    assert errors.mean() < 0.01
 
 
 @each_type
