@@ -24,8 +24,8 @@ GOLDEN = Path(__file__).parents[2] / "golden/families"
 BLOCK_SIZE = 16
 # Fused matrices, a gated norm behind each sum, biases, windows of their own; the others are in tests/engines.
 RANKS_DIFFER = ("phi3", "gemma3_text", "starcoder2", "glm4")
-# A prompt at whose end float32 is not precise: transformers in float32 and in float64 differ by 9e-4 there, and changing
-# weights by one unit in the last place changes our log-probabilities by up to 7e-4. For all other prompts it is 2e-4.
+# At the end of this prompt float32 is imprecise: transformers in float32 and in float64 differ by 9e-4, and changes of
+# the weights by one unit in the last place change our log-probabilities by up to 7e-4.
 IMPRECISE = {("qwen3_next", 127): 2e-3}
 HAS_WINDOW = [name for name, keys in ALL.items() if keys.get("sliding_window") == WINDOW]
 
