@@ -28,7 +28,7 @@ from engine.core.types import Logprobs, PromptOutputs, Sampling
 from engine.errors import RequestError
 from engine.exporting.manifest import Manifest
 from engine.link.engine_set import Engines
-from engine.link.journal import Submission
+from engine.link.journal import JournalEntry, Submission
 from engine.serving.build import connect
 from engine.settings.config import Config
 
@@ -89,7 +89,7 @@ def throughput(client: Engines, vocab_size: int, num_streams: int, prompt_len: i
     for number, stream in enumerate(streams):
         prompt = [rng.randrange(vocab_size) for _ in range(prompt_len)]
         sampling = Sampling(answer_len, min_new_tokens=answer_len, temperature=0)
-        client.submit(prompt, [Submission(f"{time.monotonic_ns()}-{number}", sampling, stream)])
+        client.submit(JournalEntry.of(prompt, [Submission(f"{time.monotonic_ns()}-{number}", sampling, stream)]))
     while not all(stream.began or stream.error for stream in streams):
         time.sleep(0.001)
     began, before = time.perf_counter(), sum(stream.count for stream in streams)

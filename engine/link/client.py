@@ -24,11 +24,10 @@ from typing import Any
 
 import zmq
 
-from engine.core.spans import PromptSpan
 from engine.errors import EngineUnavailable, RequestError, as_request_error, error_of
 from engine.link import messages
 from engine.link.crash_search import CrashSearch
-from engine.link.journal import Journal, JournalEntry, Submission
+from engine.link.journal import Journal, JournalEntry
 
 log = logging.getLogger(__name__)
 
@@ -72,23 +71,14 @@ class EngineClient:
 
     # Called from any thread
 
-    def submit(  # noqa: PLR0913 - the parts of a submission
-        self,
-        prompt_ids: Sequence[int],
-        answers: Sequence[Submission],
-        salt: str = "",
-        queue_position: tuple[str, int] = ("", 0),
-        spans: Sequence[PromptSpan] = (),
-        cached_at: str = "",
-    ) -> None:
-        """Submit one or more answers to a prompt, which is computed once. `queue_position` is (owner, priority),
-        `cached_at` the address of a replica that has cached a part of it. Raises EngineUnavailable if the engine has
+    def submit(self, entry: JournalEntry) -> None:
+        """Submit a prompt, which is computed once for all of its answers. Raises EngineUnavailable if the engine has
         been given up or the client is closed."""
         if reason := self.failure():
             raise EngineUnavailable(reason)
-        self.submit_entry(JournalEntry.of(prompt_ids, answers, salt, queue_position, spans, cached_at))
+        self.resume(entry)
 
-    def submit_entry(self, entry: JournalEntry) -> None:
+    def resume(self, entry: JournalEntry) -> None:
         """Submit an entry with what its answers have so far. Raises EngineUnavailable if the client is closed."""
         with self._lock:
             if self._closing:

@@ -17,10 +17,10 @@ from typing import Any
 
 from engine.core.block_pool import hash_block, root_hash
 from engine.core.loop import GAUGES, PROPERTIES
-from engine.core.spans import PromptSpan, hash_with_spans
+from engine.core.spans import hash_with_spans
 from engine.errors import EngineUnavailable, RequestError
 from engine.link.client import EngineClient
-from engine.link.journal import JournalEntry, Submission
+from engine.link.journal import JournalEntry
 from engine.link.messages import STARTING
 from engine.placement import KnownPrefixes, placement_cost
 
@@ -42,18 +42,9 @@ class EngineSet:
             self.engines: Sequence[EngineClient] = [connect(self._on_lost) for connect in connects]
             self._known = {engine: KnownPrefixes() for engine in self.engines}
 
-    def submit(  # noqa: PLR0913 - the parts of a submission
-        self,
-        prompt_ids: Sequence[int],
-        answers: Sequence[Submission],
-        salt: str = "",
-        queue_position: tuple[str, int] = ("", 0),
-        spans: Sequence[PromptSpan] = (),
-        cached_at: str = "",
-    ) -> None:
-        """Submit one or more answers to a prompt to one of the engines. Raises EngineUnavailable if all engines have
-        been given up or the set is closed."""
-        entry = JournalEntry.of(prompt_ids, answers, salt, queue_position, spans, cached_at)
+    def submit(self, entry: JournalEntry) -> None:
+        """Submit a prompt to one of the engines. Raises EngineUnavailable if all engines have been given up or the set
+        is closed."""
         keys = prefix_keys(entry)
         with self._lock:
             engines = [engine for engine in self.engines if engine.is_up]
@@ -71,7 +62,7 @@ class EngineSet:
 
         engine = min(engines, key=cost)
         entry.num_uncached = num_uncached(engine)
-        engine.submit_entry(entry)
+        engine.resume(entry)
         num_cached = engine.stats.get("num_blocks", 0) * engine.stats.get("block_size", 0)
         self._known[engine].add(keys, int(num_cached) // PIECE_TOKENS)
 

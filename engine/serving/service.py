@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import wire
 from engine.errors import Cancelled, EngineUnavailable, RequestError, as_request_error, waited_too_long
+from engine.link.journal import JournalEntry
 from engine.serving.admission import Admission
 from engine.serving.background_sender import BackgroundSender
 from engine.serving.finished_requests import FinishedRequest
@@ -279,7 +280,8 @@ class Service:
             reply.begin()
             if submissions:
                 prompt, position = reply.prompt, (owner.name, priority)
-                self.client.submit(prompt.token_ids, submissions, prompt.salt, position, prompt.spans, owner.cached_at)
+                fields = (prompt.salt, position, prompt.spans, owner.cached_at)
+                self.client.submit(JournalEntry.of(prompt.token_ids, submissions, *fields))
             reply.drop_images()  # the client has those that the engine needs
         except Exception as error:
             reply.ended(as_request_error(error))

@@ -13,7 +13,7 @@ from engine.core.types import Sampling
 from engine.errors import HostLost
 from engine.executors import make_executor
 from engine.exporting.export import ExportOptions, export
-from engine.link.journal import Submission
+from engine.link.journal import JournalEntry, Submission
 from engine.link.messages import STARTING
 from engine.settings.config import Config
 from tests.checkpoints import make_checkpoint
@@ -103,7 +103,11 @@ def ask_all(client):
     listeners = []
     for number, prompt in enumerate(PROMPTS):
         listeners.append(Collector())
-        client.submit(prompt, [Submission(f"request {number} {time.monotonic()}", sampling_of(number), listeners[-1])])
+        client.submit(
+            JournalEntry.of(
+                prompt, [Submission(f"request {number} {time.monotonic()}", sampling_of(number), listeners[-1])]
+            )
+        )
     return listeners
 
 

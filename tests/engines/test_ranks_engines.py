@@ -19,7 +19,7 @@ from engine.errors import ConfigError, InvalidRequest, SetupError
 from engine.executors import expert_usage, make_executor
 from engine.executors.ranks import RankFailed
 from engine.exporting.export import ExportOptions, export
-from engine.link.journal import Submission
+from engine.link.journal import JournalEntry, Submission
 from engine.models.adapters import identified
 from engine.ops.cpu.kernels import GroupError
 from engine.settings.config import Config
@@ -227,7 +227,7 @@ def test_answers_with_drafts_go_on_after_the_end_of_a_rank(tmp_path):
                 """Return the listeners of requests, unless one has ended, as it may have on a fast machine."""
                 listeners = [Collector() for _ in requests]
                 for (prompt, sampling), listener in zip(requests, listeners, strict=True):
-                    client.submit(prompt, [Submission(str(next(names)), sampling, listener)])
+                    client.submit(JournalEntry.of(prompt, [Submission(str(next(names)), sampling, listener)]))
                 wait_until(lambda: min(len(listener.token_ids) for listener in listeners) >= 50)
                 return not any(listener.ends for listener in listeners) and listeners
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from engine.core.loop import EngineLoop
 from engine.core.types import Sampling
 from engine.link.client import EngineClient
-from engine.link.journal import Submission
+from engine.link.journal import JournalEntry, Submission
 from engine.link.server import Server
 from engine.settings.config import Config
 from tests.patience import PATIENCE_S, wait_until
@@ -102,7 +102,7 @@ def submit(client, prompt, max_new_tokens=8, request_id=None, **sampling):
     listener.prompt = list(prompt)
     listener.sampling = Sampling(max_new_tokens, **{"temperature": 0, **sampling})
     listener.request_id = request_id or f"id {id(listener)}"
-    client.submit(listener.prompt, [Submission(listener.request_id, listener.sampling, listener)])
+    client.submit(JournalEntry.of(listener.prompt, [Submission(listener.request_id, listener.sampling, listener)]))
     return listener
 
 

@@ -96,17 +96,18 @@ class FakeEngine:
         self.on_submit = lambda: None
         self._lock = threading.Lock()
 
-    def submit(self, token_ids, submissions, salt, queue_position, spans=(), cached_at=""):  # noqa: PLR0913 - as Engines
+    def submit(self, entry):
+        submissions, spans = entry.answers.values(), entry.spans
         samplings = [messages.pack_sampling(each.sampling) for each in submissions]
-        messages.pack(token_ids, samplings, salt, queue_position, messages.pack_spans(spans))
+        messages.pack(entry.prompt_ids, samplings, entry.salt, entry.queue_position, messages.pack_spans(spans))
         self.on_submit()
-        self.queue_positions.append(queue_position)
+        self.queue_positions.append(entry.queue_position)
         if self.reason:
             raise EngineUnavailable(self.reason)
         with self._lock:
             for each in submissions:
                 assert each.request_id not in self.prompts, "an id is used twice"
-                self.prompts[each.request_id], self.spans[each.request_id] = list(token_ids), list(spans)
+                self.prompts[each.request_id], self.spans[each.request_id] = list(entry.prompt_ids), list(spans)
                 self.listeners[each.request_id] = each.listener
 
     def cancel(self, request_id, is_complete):

@@ -12,7 +12,7 @@ from engine.errors import InvalidRequest
 from engine.executors import make_executor
 from engine.exporting.export import ExportOptions, export
 from engine.grammars.pool import GrammarPool
-from engine.link.journal import Submission
+from engine.link.journal import JournalEntry, Submission
 from engine.link.server import Server
 from engine.settings.config import Config
 from engine.text.grammars import write_grammar
@@ -154,7 +154,7 @@ def test_structured_output_continues_after_a_crash(tokenizer):
     assert len(expected) > 20
     address, listener = a_free_address(), Collector()
     with a_client(address) as client:
-        client.submit(PROMPT, [Submission("a", request.sampling, listener)])
+        client.submit(JournalEntry.of(PROMPT, [Submission("a", request.sampling, listener)]))
         for _ in range(3):
             before = len(listener.token_ids)
             with Engine(address, tokenizer) as engine:
@@ -178,10 +178,16 @@ def test_after_a_crash_no_request_waits_for_a_grammar_that_compiles_slowly(token
     with a_client(address) as client:
         with Engine(address, tokenizer) as engine:
             client.submit(
-                PROMPT,
-                [Submission("slow", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=structured_output), slow)],
+                JournalEntry.of(
+                    PROMPT,
+                    [
+                        Submission(
+                            "slow", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=structured_output), slow
+                        )
+                    ],
+                )
             )
-            client.submit(PROMPT, [Submission("quick", Sampling(30), quick)])
+            client.submit(JournalEntry.of(PROMPT, [Submission("quick", Sampling(30), quick)]))
             wait_until(lambda: engine.model.may_step.release() or quick.token_ids)
         with Engine(address, tokenizer) as engine:
             wait_until(lambda: engine.model.may_step.release() or quick.ends)
@@ -193,8 +199,10 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_over_the_socket(tokenizer)
     structured_output = ("guided_regex", write_grammar(STRUCTURED_OUTPUT_FIELDS["guided_regex"]("guided_regex", "(")))
     with a_client(address) as client, Engine(address, tokenizer):
         client.submit(
-            PROMPT,
-            [Submission("a", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=structured_output), listener)],
+            JournalEntry.of(
+                PROMPT,
+                [Submission("a", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=structured_output), listener)],
+            )
         )
         error = listener.wait()
     assert isinstance(error, InvalidRequest)

@@ -22,7 +22,7 @@ from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
 from engine.graph.run import run_graph
-from engine.link.journal import Submission
+from engine.link.journal import JournalEntry, Submission
 from engine.models.adapters import AdapterError, checked, identified
 from engine.models.config_fields import read_json
 from engine.models.families import read_model
@@ -282,7 +282,7 @@ def test_an_answer_to_an_image_goes_on_after_the_engine_was_killed(exported, tmp
     try:
         with a_client(f"ipc://{tmp_path}/engine.sock") as client:
             submissions = [Submission("killed", sampling, listener)]
-            client.submit(request.token_ids, submissions, spans=request.spans)
+            client.submit(JournalEntry.of(request.token_ids, submissions, spans=request.spans))
             wait_until(lambda: len(listener.token_ids) > 4)
             engines[0].kill()
             engines.append(subprocess.Popen(command, cwd=ROOT, env=environ))

@@ -13,7 +13,7 @@ from engine.link import client as client_module
 from engine.link import server as server_module
 from engine.link.client import EngineClient
 from engine.link.engine_set import EngineSet
-from engine.link.journal import Submission
+from engine.link.journal import JournalEntry, Submission
 from engine.link.messages import STARTING
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_engine import POISON, SlowExecutor
@@ -78,7 +78,9 @@ def test_requests_spread_over_idle_engines_and_a_cached_prefix_attracts_its_next
             again.wait()
         assert engines.stats["num_cached_tokens"] > 5 * 128
         salted = Collector()
-        engines.submit(prompts[places.index(1)], [Submission("salted", Sampling(50), salted)], salt="other")
+        engines.submit(
+            JournalEntry.of(prompts[places.index(1)], [Submission("salted", Sampling(50), salted)], salt="other")
+        )
         assert bool(engines.engines[0].journal.name_of("salted"))  # nothing of it is cached: the first one of equals
 
 
@@ -98,7 +100,7 @@ def test_the_choices_of_a_request_stay_together_and_each_is_cancelled_where_it_i
         submit(engines, [5], 400)
         listeners = [Collector() for _ in range(3)]
         sampling = Sampling(300, temperature=0)
-        engines.submit([6], [Submission(f"c{n}", sampling, each) for n, each in enumerate(listeners)])
+        engines.submit(JournalEntry.of([6], [Submission(f"c{n}", sampling, each) for n, each in enumerate(listeners)]))
         assert [engine.num_open for engine in engines.engines] == [1, 3]
         engines.cancel("c1")
         assert [engine.num_open for engine in engines.engines] == [1, 2]

@@ -15,7 +15,7 @@ from engine.errors import InvalidRequest, Overloaded
 from engine.link import client as client_module
 from engine.link import server as server_module
 from engine.link.client import EngineClient
-from engine.link.journal import Submission
+from engine.link.journal import JournalEntry, Submission
 from engine.link.server import Server
 from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor, answer
@@ -143,7 +143,7 @@ class World:
             each.sampling = Sampling(max_new_tokens, temperature=rng.choice([0.0, 0.8]), seed=rng.randrange(1000))
         numbers = range(len(self.listeners), len(self.listeners) + len(siblings))
         submissions = [Submission(str(n), each.sampling, each) for n, each in zip(numbers, siblings, strict=True)]
-        self.client.submit(listener.prompt, submissions)
+        self.client.submit(JournalEntry.of(listener.prompt, submissions))
         self.listeners += siblings
 
     def cancel(self):

@@ -18,7 +18,7 @@ from engine.link import client as client_module
 from engine.link import messages
 from engine.link import server as server_module
 from engine.link.client import EngineClient
-from engine.link.journal import Submission
+from engine.link.journal import JournalEntry, Submission
 from server_scripts.child import Child, ChildSpec
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_engine import POISON, SlowExecutor
@@ -78,7 +78,11 @@ def test_the_engine_gets_the_queue_position_of_a_request():
         for name, queue_position in (("usual", ("", 0)), ("late", ("a", 3)), ("urgent", ("", -1))):
             listener = Collector()
             listener.ends = Ends(name, order)
-            client.submit([7], [Submission(name, Sampling(1, temperature=0), listener)], queue_position=queue_position)
+            client.submit(
+                JournalEntry.of(
+                    [7], [Submission(name, Sampling(1, temperature=0), listener)], queue_position=queue_position
+                )
+            )
         client.cancel(first.request_id)
         wait_until(lambda: len(order) == 3)
     assert order == ["urgent", "usual", "late"]
@@ -303,7 +307,7 @@ def test_an_engine_faster_than_its_client_keeps_no_ping_and_no_cancellation_wait
 
     with connected(CountingExecutor(30_000, 4)) as (server, client):
         slow, other = Slow(), submit(client, [6], 100_000)
-        client.submit([5], [Submission("slow", Sampling(100_000, temperature=0), slow)])
+        client.submit(JournalEntry.of([5], [Submission("slow", Sampling(100_000, temperature=0), slow)]))
         wait_until(lambda: len(slow.token_ids) > 20)
         client.cancel(other.request_id)
         wait_until(lambda: server.loop.stats()["num_dropped"] == 1)
@@ -356,7 +360,7 @@ def test_more_submissions_than_the_pipe_holds_block_no_thread_and_leave_no_wake_
     with connected(max_cached_task_num=10_000) as (_, client):
         fcntl.fcntl(client._pipe[1], fcntl.F_SETPIPE_SZ, 4096)
         slow = Slow()
-        client.submit([5], [Submission("slow", Sampling(1), slow)])
+        client.submit(JournalEntry.of([5], [Submission("slow", Sampling(1), slow)]))
         assert entered.wait(PATIENCE_S)
         listeners = [submit(client, [5], 1, f"id {n}") for n in range(5000)]
         gate.set()
@@ -373,7 +377,7 @@ def test_closing_ends_what_is_open_and_refuses_what_comes():
     client = EngineClient(a_free_address())
     listener = Slow()
     listener.request_id = "slow"
-    client.submit([5], [Submission(listener.request_id, Sampling(1), listener)])
+    client.submit(JournalEntry.of([5], [Submission(listener.request_id, Sampling(1), listener)]))
     client.close()
     assert [type(error) for error in listener.ends] == [EngineUnavailable]
     with pytest.raises(EngineUnavailable, match="the server is stopping"):
@@ -396,7 +400,7 @@ def test_a_submission_that_cannot_be_packed_is_refused_alone(is_there_yet):
             submit(client, [2**70]),
             submit(client, [object()]),
         ]
-        client.submit([6], [Submission("after", Sampling(2), after)])
+        client.submit(JournalEntry.of([6], [Submission("after", Sampling(2), after)]))
         if not is_there_yet:
             stack.enter_context(a_server(address=address))
         assert [str(each.wait()) for each in wrong] == [
@@ -420,7 +424,7 @@ def test_one_that_cannot_be_packed_does_not_hold_up_those_that_are_submitted_one
 
 
 BROKEN = """
-from engine.link.journal import Submission
+from engine.link.journal import JournalEntry, Submission
 from tests.pure.engine_helpers import Collector, Sampling, connected, submit
 
 class Broken(Collector):
@@ -428,7 +432,7 @@ class Broken(Collector):
         raise ZeroDivisionError
 
 with connected() as (_, client):
-    client.submit([6], [Submission("broken", Sampling(5), Broken())])
+    client.submit(JournalEntry.of([6], [Submission("broken", Sampling(5), Broken())]))
     client._thread.join()
     print("goes on")
 """
