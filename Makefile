@@ -50,9 +50,7 @@ demo-gpu:  ## the same on an NVIDIA GPU
 
 install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batch
 
-test: COVERAGE = --cov --cov-report=
-test: quick  ## all tests, those that need nothing first, with the coverage of the quick ones
-	$(PRINT_COVERAGE)
+test: quick  ## all tests, those that need nothing first
 	$(BIN)/python -m pytest tests/pure tests/engines -m "slow or engines" --numprocesses auto --dist worksteal
 	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
@@ -66,16 +64,12 @@ quick: install $(TESTS)  ## the tests that need no server and take no more than 
 	$(BIN)/python -m pytest tests/pure $(QUICK) $(COVERAGE) --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8 \
 	  --dist worksteal
 
-# Processes that are killed leave damaged files of measurements behind.
-define PRINT_COVERAGE
-@rm -f .coverage.*
-@for package in engine gateway server_scripts; do \
-  echo "lines and branches of $$package: $$($(BIN)/coverage report --include "$$package/*" --format total)%"; done
-endef
 coverage: QUICK =
 coverage: COVERAGE = --cov --cov-report term
 coverage: quick  ## which lines and branches tests/pure reaches; takes twice as long
-	$(PRINT_COVERAGE)
+	@rm -f .coverage.*  # Processes that are killed leave damaged files of measurements behind.
+	@for package in engine gateway server_scripts; do \
+	  echo "lines and branches of $$package: $$($(BIN)/coverage report --include "$$package/*" --format total)%"; done
 
 CLIENTS = build/clients
 CLIENTS_WANTED = tests/triton/requirements-clients.txt
