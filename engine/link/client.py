@@ -76,10 +76,11 @@ class EngineClient:
         been given up or the client is closed."""
         if reason := self.failure():
             raise EngineUnavailable(reason)
-        self.resume(entry)
+        self.add(entry)
 
-    def resume(self, entry: JournalEntry) -> None:
-        """Submit an entry with what its answers have so far. Raises EngineUnavailable if the client is closed."""
+    def add(self, entry: JournalEntry) -> None:
+        """Submit an entry with the tokens that its answers have so far, even if the engine has been given up. Raises
+        EngineUnavailable if the client is closed."""
         with self._lock:
             if self._closing:
                 raise EngineUnavailable("the server is stopping")

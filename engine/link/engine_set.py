@@ -62,7 +62,7 @@ class EngineSet:
 
         engine = min(engines, key=cost)
         entry.num_uncached = num_uncached(engine)
-        engine.resume(entry)
+        engine.add(entry)
         num_cached = engine.stats.get("num_blocks", 0) * engine.stats.get("block_size", 0)
         self._known[engine].add(keys, int(num_cached) // PIECE_TOKENS)
 

@@ -47,7 +47,7 @@ class JournalEntry:
     prompt_ids: Sequence[int]
     answers: dict[str, Submission]
     salt: str = ""  # of the prefix cache
-    queue_position: tuple[str, int] = ("", 0)  # orders the waiting requests
+    queue_position: tuple[str, int] = ("", 0)  # (owner, priority), which order the waiting requests
     spans: Sequence[PromptSpan] = ()
     cached_at: str = ""  # see Request
     submitted: bool = False  # to the current engine process
@@ -65,8 +65,8 @@ class JournalEntry:
         spans: Sequence[PromptSpan] = (),
         cached_at: str = "",
     ) -> JournalEntry:
-        """Return the entry of a new request. `queue_position` is (owner, priority), `cached_at` the address of a
-        replica that has cached a part of the prompt."""
+        """Return the entry of a new request. `cached_at` is the address of a replica that has cached a part of the
+        prompt."""
         answers = {submission.request_id: submission for submission in submissions}
         return cls(submissions[0].request_id, tuple(prompt_ids), answers, salt, queue_position, spans, cached_at)
 

@@ -280,8 +280,10 @@ class Service:
             reply.begin()
             if submissions:
                 prompt, position = reply.prompt, (owner.name, priority)
-                fields = (prompt.salt, position, prompt.spans, owner.cached_at)
-                self.client.submit(JournalEntry.of(prompt.token_ids, submissions, *fields))
+                entry = JournalEntry.of(
+                    prompt.token_ids, submissions, prompt.salt, position, prompt.spans, owner.cached_at
+                )
+                self.client.submit(entry)
             reply.drop_images()  # the client has those that the engine needs
         except Exception as error:
             reply.ended(as_request_error(error))

@@ -103,11 +103,8 @@ def ask_all(client):
     listeners = []
     for number, prompt in enumerate(PROMPTS):
         listeners.append(Collector())
-        client.submit(
-            JournalEntry.of(
-                prompt, [Submission(f"request {number} {time.monotonic()}", sampling_of(number), listeners[-1])]
-            )
-        )
+        submission = Submission(f"request {number} {time.monotonic()}", sampling_of(number), listeners[-1])
+        client.submit(JournalEntry.of(prompt, [submission]))
     return listeners
 
 

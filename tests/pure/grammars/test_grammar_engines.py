@@ -177,16 +177,8 @@ def test_after_a_crash_no_request_waits_for_a_grammar_that_compiles_slowly(token
     )
     with a_client(address) as client:
         with Engine(address, tokenizer) as engine:
-            client.submit(
-                JournalEntry.of(
-                    PROMPT,
-                    [
-                        Submission(
-                            "slow", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=structured_output), slow
-                        )
-                    ],
-                )
-            )
+            sampling = Sampling(9, stop_token_ids=(EOS_ID,), structured_output=structured_output)
+            client.submit(JournalEntry.of(PROMPT, [Submission("slow", sampling, slow)]))
             client.submit(JournalEntry.of(PROMPT, [Submission("quick", Sampling(30), quick)]))
             wait_until(lambda: engine.model.may_step.release() or quick.token_ids)
         with Engine(address, tokenizer) as engine:
@@ -198,12 +190,8 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_over_the_socket(tokenizer)
     address, listener = a_free_address(), Collector()
     structured_output = ("guided_regex", write_grammar(STRUCTURED_OUTPUT_FIELDS["guided_regex"]("guided_regex", "(")))
     with a_client(address) as client, Engine(address, tokenizer):
-        client.submit(
-            JournalEntry.of(
-                PROMPT,
-                [Submission("a", Sampling(9, stop_token_ids=(EOS_ID,), structured_output=structured_output), listener)],
-            )
-        )
+        sampling = Sampling(9, stop_token_ids=(EOS_ID,), structured_output=structured_output)
+        client.submit(JournalEntry.of(PROMPT, [Submission("a", sampling, listener)]))
         error = listener.wait()
     assert isinstance(error, InvalidRequest)
     assert (error.field, str(error)[:38]) == ("guided_regex", "The `guided_regex` cannot be compiled:")

@@ -77,10 +77,8 @@ def test_requests_spread_over_idle_engines_and_a_cached_prefix_attracts_its_next
             assert place_of(engines, again) == places[index]
             again.wait()
         assert engines.stats["num_cached_tokens"] > 5 * 128
-        salted = Collector()
-        engines.submit(
-            JournalEntry.of(prompts[places.index(1)], [Submission("salted", Sampling(50), salted)], salt="other")
-        )
+        salted = Submission("salted", Sampling(50), Collector())
+        engines.submit(JournalEntry.of(prompts[places.index(1)], [salted], salt="other"))
         assert bool(engines.engines[0].journal.name_of("salted"))  # nothing of it is cached: the first one of equals
 
 

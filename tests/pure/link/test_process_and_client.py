@@ -78,11 +78,8 @@ def test_the_engine_gets_the_queue_position_of_a_request():
         for name, queue_position in (("usual", ("", 0)), ("late", ("a", 3)), ("urgent", ("", -1))):
             listener = Collector()
             listener.ends = Ends(name, order)
-            client.submit(
-                JournalEntry.of(
-                    [7], [Submission(name, Sampling(1, temperature=0), listener)], queue_position=queue_position
-                )
-            )
+            submission = Submission(name, Sampling(1, temperature=0), listener)
+            client.submit(JournalEntry.of([7], [submission], queue_position=queue_position))
         client.cancel(first.request_id)
         wait_until(lambda: len(order) == 3)
     assert order == ["urgent", "usual", "late"]

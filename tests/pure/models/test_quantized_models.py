@@ -70,11 +70,11 @@ def test_numpy_kernels_and_paddle_compute_the_same(quant_type, exported):
     of_kernels = logits_of(PagedModel.of(directory, cpu), prompt)
     np.testing.assert_array_equal(logits_of(PagedModel.through_paddle(directory), prompt), of_kernels)
     defined = logits_of(PagedModel.of(directory, reference), prompt)
-    # Sums of another order round an activation the other way now and then. With 8-bit floats that changes it by up to
-    # an eighth, so rows without such an activation have to agree, and the others nearly.
-    errors = np.abs(of_kernels - defined).mean(axis=-1) / defined.std()
-    assert np.quantile(errors, 0.25) < 1e-4
-    assert errors.mean() < 0.01
+    # Sums of another order round an activation the other way now and then, which changes an 8-bit float by up to an
+    # eighth. Rows without such an activation have to agree.
+    rounds_to_fp8 = quant_type.startswith("a8w8") and "fp8" in quant_type
+    assert error_of(of_kernels, defined) < (0.01 if rounds_to_fp8 else 0.003)
+    assert np.quantile(np.abs(of_kernels - defined).mean(axis=-1), 0.25) < 1e-4 * defined.std()
 
 
 @each_type
