@@ -1,4 +1,4 @@
-"""The support matrix of README.md: `python -m engine.models.support` prints it.
+"""The support matrix of docs/models.md: `python -m engine.models.support` prints it.
 
 Tests compare it with the registry of families, the families that the GPU tests cover, and what each precision computes
 for each family. The module imports neither Paddle nor torch.

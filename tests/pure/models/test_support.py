@@ -1,4 +1,4 @@
-"""The support matrix of README.md is what the code computes and what the tests of each device cover."""
+"""The support matrix of docs/models.md is what the code computes and what the tests of each device cover."""
 
 import re
 from pathlib import Path
@@ -50,10 +50,16 @@ def cuda_tests():
     return "\n".join(path.read_text() for path in (ROOT / "tests/cuda").glob("*.py"))
 
 
-def test_the_readme_has_the_matrix_of_the_code():
-    readme = (ROOT / "README.md").read_text()
+def test_the_documentation_has_the_matrix_of_the_code():
+    page = (ROOT / "docs/models.md").read_text()
     for table in (support.family_table(), support.precision_table()):
-        assert table in readme, "python -m engine.models.support prints the tables"
+        assert table in page, "python -m engine.models.support prints the tables"
+
+
+def test_the_readme_names_the_models_of_every_family():
+    readme = (ROOT / "README.md").read_text()
+    names = {re.match("[A-Za-z]+", each.models)[0] for each in support.FAMILIES}
+    assert [name for name in sorted(names) if name not in readme] == []
 
 
 def test_the_matrix_has_every_family_of_the_registry():
