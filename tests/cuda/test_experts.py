@@ -22,7 +22,7 @@ from engine.dtypes import (  # noqa: E402
 from engine.executors.cuda.program import GraphCall  # noqa: E402
 from engine.models.quantize import to_int4, to_int8  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
-from engine.ops.cuda import experts, invariant, routing  # noqa: E402
+from engine.ops.cuda import experts, invariant, mxfp4, routing  # noqa: E402
 from engine.ops.cuda.forward_context import forward_pass  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, array, assert_close, distance, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
@@ -248,6 +248,20 @@ def test_mxfp4_with_powers_that_are_too_large_to_be_packed_becomes_bfloat16_at_l
     given = tensor(x, device), tensor(ids, device)
     found = array(cuda.expert_gate_up_mxfp4(*given, *stored, num_experts=num_experts, **SILU))
     assert_close(found, expected, tolerance("mxfp4", num_rows))
+
+
+def test_words_of_mxfp4_that_a_program_reads_at_a_time_are_contiguous(device):
+    """Each code of a block of 128 columns and 16 rows is in a run of 512 words."""
+    num_rows, width = 64, 320
+    scale = torch.full((num_rows, width // MXFP4_GROUP), 120, dtype=torch.uint8, device=device)
+    codes = torch.zeros(num_rows, width // 2, dtype=torch.uint8, device=device)
+    zeros = mxfp4.pack(codes, scale)[0]
+    for row, column in ((0, 0), (5, 127), (15, 128), (16, 64), (63, 319)):
+        changed = codes.clone()
+        changed[row, column // 2] = 1 << column % 2 * 4
+        place = (mxfp4.pack(changed, scale)[0] != zeros).flatten().nonzero().item()
+        assert place // 512 == row // 16 * zeros.shape[1] + column // 128
+        assert place // 32 % 16 == row % 16
 
 
 class definition:

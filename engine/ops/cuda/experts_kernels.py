@@ -8,11 +8,12 @@ import triton.language as tl
 from engine.ops.cuda.fp8_kernels import widened
 from engine.ops.cuda.launch import begin_next, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import weights_of
+from engine.ops.cuda.mxfp4 import ROWS
 from engine.ops.cuda.mxfp4_values import mxfp4_parts
 
 DENSE, FP8, INT4, INT8, MXFP4 = 0, 1, 2, 3, 4  # kinds of matrices
 IS_FP8, IS_INT4, IS_INT8 = tl.constexpr(FP8), tl.constexpr(INT4), tl.constexpr(INT8)
-IS_MXFP4 = tl.constexpr(MXFP4)
+IS_MXFP4, MXFP4_ROWS = tl.constexpr(MXFP4), tl.constexpr(ROWS)
 
 
 @kernel
@@ -134,10 +135,11 @@ def _products_of_mxfp4(
 ):
     """Return the sums [COLUMNS, SLOTS] of these rows of 4-bit floats. Places behind the last slot read no inputs."""
     i = tl.arange(0, 32)[None, :]
-    at_words = words + (row * num_blocks)[:, None] * 32 + i
+    first = row // MXFP4_ROWS * MXFP4_ROWS * num_blocks + row % MXFP4_ROWS
+    at_words = words + first[:, None] * 32 + i
     sums = tl.zeros([COLUMNS, is_slot.shape[0]], tl.float32)
     for block in range(0, num_blocks):
-        numbers = mxfp4_parts(tl.load(at_words + block * 32), tl.load(at_powers + block * num_rows))
+        numbers = mxfp4_parts(tl.load(at_words + block * 32 * MXFP4_ROWS), tl.load(at_powers + block * num_rows))
         for part in tl.static_range(4):
             k = block * 128 + part * 32 + i
             values = tl.load(at_x + k, mask=is_slot[:, None] & (IS_WHOLE | (k < width)), other=0)
