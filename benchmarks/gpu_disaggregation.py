@@ -50,12 +50,13 @@ def serve(folder: Path, memory: float) -> None:
     from engine.transfer.server import PrefillServer, ServedBlocks
 
     loop = make_loop(folder, memory)
-    loop.jobs, access = PrefillJobs(loop.scheduler), loop.executor.blocks()  # type: ignore[attr-defined]
-    served = ServedBlocks(loop.jobs, access.read_block, IDENTITY, 1 << 20, 1 << 20, access.digests, access.share())
+    jobs, access = PrefillJobs(loop.scheduler), loop.executor.blocks()  # type: ignore[attr-defined]
+    loop.serve_prefills(jobs)
+    served = ServedBlocks(jobs, access.read_block, IDENTITY, 1 << 20, 1 << 20, access.digests, access.share())
     print(PrefillServer(("127.0.0.1", 0), served, "").port, flush=True)
     while not select.select([sys.stdin], [], [], 0)[0]:
         loop.step()
-        if loop.is_idle and not loop.jobs.num_open:
+        if loop.is_idle and not jobs.num_open:
             time.sleep(1e-4)
 
 
@@ -166,7 +167,7 @@ def main() -> int:
             ("disaggregated", args.prompts, remote),
             ("idle again", 0, None),
         ):
-            loop.remote = source
+            loop.pull_prefills(source)
             report[name] = load.run(args.seconds, num_prompts)
             print(name, {key: round(value, 2) for key, value in report[name].items()}, flush=True)
         counters = remote.counters

@@ -88,9 +88,8 @@ def make_loop(config: Config, report: Report) -> tuple[EngineLoop, ModelBounds]:
     executor = make_executor(config.graph_path, config, report)
     collect_garbage_seldom()
     num_blocks = allocate_cache(executor, config, model.max_seq_len)
-    loop = EngineLoop(executor, num_blocks, config, grammars)
     bounds = config.model_len(model.max_seq_len), config.max_step_tokens, num_blocks
-    loop.fingerprint = fingerprint(executor, model.vocab_size, bounds)
+    loop = EngineLoop(executor, num_blocks, config, grammars, fingerprint(executor, model.vocab_size, bounds))
     for adapter in LoraRegistry.of_server(config).all():
         try:
             loop.adapters.need(adapter)

@@ -53,10 +53,19 @@ PROPERTIES = ("block_size", "step_age_s", "step_limit_s", "fingerprint")
 
 
 class EngineLoop:
-    """Owner of the scheduler and the executor. Without `grammars` no request may want a structured output."""
+    """Owner of the scheduler and the executor. Without `grammars` no request may want a structured output.
+    `fingerprint` is that of the executor, see `engine.executors.fingerprint`; 0: unknown.
+    """
 
-    def __init__(self, executor: Executor, num_blocks: int, config: Config, grammars: Grammars | None = None):
-        self.executor = executor
+    def __init__(
+        self,
+        executor: Executor,
+        num_blocks: int,
+        config: Config,
+        grammars: Grammars | None = None,
+        fingerprint: int = 0,
+    ):
+        self.executor, self.fingerprint = executor, fingerprint
         num_host_blocks = config.num_host_blocks(executor.block_bytes)
         pool = BlockPool(num_blocks, executor.block_size, config.enable_prefix_caching, num_host_blocks)
         limits = Limits(
@@ -69,19 +78,17 @@ class EngineLoop:
             prefills=_prefill_limits(config),
             cache_groups=executor.cache_groups,
             takes_spans=executor.takes_spans,
-            max_drafts=executor.max_drafts,
         )
         self._images = ImageQueue(executor.vision) if executor.vision else None
         if executor.expert_usage:
-            executor.expert_usage.clear()  # of the steps that have measured the memory
+            executor.expert_usage.clear()  # of the steps that were not those of requests
         self.scheduler = Scheduler(pool, limits, self._images)
         self._beams = BeamDriver(self.scheduler)
         self.adapters = Adapters(executor, config.max_loras, self._adapters_in_use)
         self._grammars = grammars
         self._compiling = CompilationQueue()
-        self.remote: RemotePrefill | None = None  # of a decode instance or a replica
-        self.jobs: PrefillJobs | None = None  # of a prefill instance or a replica
-        self.fingerprint = 0  # of the executor, see `engine.executors.fingerprint`
+        self.remote: RemotePrefill | None = None
+        self.jobs: PrefillJobs | None = None
         self._steps: deque[tuple[Step, int]] = deque()  # launched steps and their numbers of tokens
         self._running = (0, 0.0)  # tokens and start (time.monotonic) of the running step, or of the last one
         self._slowest_token_s = 0.0  # seconds a token of the slowest step so far
@@ -93,6 +100,14 @@ class EngineLoop:
     def is_idle(self) -> bool:
         """Return whether there is no request."""
         return self.scheduler.is_idle and not self._compiling
+
+    def serve_prefills(self, jobs: PrefillJobs) -> None:
+        """Compute the prompts of `jobs`: those of decode instances or of other replicas."""
+        self.jobs = jobs
+
+    def pull_prefills(self, remote: RemotePrefill | None) -> None:
+        """Let later requests pull the blocks of their prompts from prefill instances or other replicas."""
+        self.remote = remote
 
     def add(self, request: Request, replay: bool = False) -> None:
         """Add a request. Raises RequestError if it is refused. A request for a structured output may also be refused

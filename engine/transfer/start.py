@@ -44,10 +44,11 @@ def start_transfer(
     layout = BlockLayout.of(model)
     shared_identity = identity(config, loop.fingerprint if role == MIXED else 0)
     if role in (PREFILL, MIXED):
-        loop.jobs = PrefillJobs(loop.scheduler, wake, on_first_prompt)
+        jobs = PrefillJobs(loop.scheduler, wake, on_first_prompt)
+        loop.serve_prefills(jobs)
         digests, shared = shared_by(config, device)
         served = ServedBlocks(
-            jobs=loop.jobs,
+            jobs=jobs,
             read_block=access.read_block,
             identity=shared_identity,
             vocab_size=model.vocab_size,
@@ -69,7 +70,7 @@ def start_transfer(
             layout=layout,
             transfer=_transfer_of(config),
         )
-        loop.remote = _shared_prefixes(loop, config, pulled) if role == MIXED else _remote_prefill(loop, config, pulled)
+        loop.pull_prefills((_shared_prefixes if role == MIXED else _remote_prefill)(loop, config, pulled))
 
 
 def _listen(config: Config, served: ServedBlocks) -> None:

@@ -126,9 +126,10 @@ def answers_of_one(loop, requests):
 def serve(loop, tls=None, shares=False, layout=None):
     """Make `loop` that of a prefill instance and return its server. With `shares`, its blocks can be copied from its
     device. With a `layout`, its number of ranks may be another one."""
-    loop.jobs, access = PrefillJobs(loop.scheduler), loop.executor.blocks()
+    jobs, access = PrefillJobs(loop.scheduler), loop.executor.blocks()
+    loop.serve_prefills(jobs)
     shared = (access.digests, access.share()) if shares else ()
-    served = ServedBlocks(loop.jobs, access.read_block, IDENTITY, VOCAB_SIZE, 4096, *shared, layout=layout)
+    served = ServedBlocks(jobs, access.read_block, IDENTITY, VOCAB_SIZE, 4096, *shared, layout=layout)
     return PrefillServer(("127.0.0.1", 0), served, TOKEN, tls)
 
 
@@ -139,7 +140,7 @@ def connect(loop, port, identity=None, token=TOKEN, tls=lambda host: None, **dev
     size = layout.block_bytes if layout else len(access.read_block(0))
     pulled = PulledBlocks(access.write_block, size, identity or IDENTITY, **device)
     client = PrefillClient([("127.0.0.1", port)], pulled, token, tls)
-    loop.remote = RemotePrefill(loop.scheduler, client, min_tokens=32)
+    loop.pull_prefills(RemotePrefill(loop.scheduler, client, min_tokens=32))
     return client
 
 

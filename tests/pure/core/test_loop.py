@@ -198,7 +198,7 @@ def test_updates_do_not_wait_for_what_has_become_of_remote_prompts():
     finish, launch = loop.executor.finish, loop.executor.launch
     loop.executor.finish = lambda: (order.append("result"), finish())
     loop.executor.launch = lambda batch: order.append("launch") or launch(batch)
-    loop.jobs = SimpleNamespace(poll=lambda: order.append("poll"), take=lambda updates: updates, num_open=0)
+    loop.serve_prefills(SimpleNamespace(poll=lambda: order.append("poll"), take=lambda updates: updates, num_open=0))
     loop.add(a_request([10], 4))
     loop.step()
     for _ in range(3):
@@ -215,7 +215,7 @@ def test_a_step_waits_for_the_one_before_if_a_remote_prompt_that_needs_it_arrive
     loop.step()
     arrivals = [penalized]
     poll = lambda: loop.scheduler.add(arrivals.pop()) if arrivals else None  # noqa: E731
-    loop.jobs = SimpleNamespace(poll=poll, take=lambda updates: updates, num_open=0)
+    loop.serve_prefills(SimpleNamespace(poll=poll, take=lambda updates: updates, num_open=0))
     lengths = {"10": 0, "a": 0}
     while not loop.is_idle:
         for update in loop.step():

@@ -58,7 +58,8 @@ class Replica:
             link.target = int(self.address.rpartition(":")[2])
             self.address = f"127.0.0.1:{link.port}"
         pulled = PulledBlocks(access.write_block, len(access.read_block(0)), identity)
-        self.loop.remote = SharedPrefixes(self.loop.scheduler, ReplicaClient(pulled, TOKEN), 32, lambda: token_s)
+        source = ReplicaClient(pulled, TOKEN)
+        self.loop.pull_prefills(SharedPrefixes(self.loop.scheduler, source, 32, lambda: token_s))
 
     def add(self, name, prompt, source, sampling=FEW, answer=()):
         """Add a request, which may have a part of its answer already."""
