@@ -27,9 +27,9 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Batch, Request, Sampling, StepOutput
 from engine.executors import make_draft_source, make_host, make_mtp_source
 from engine.executors.device_executor import DeviceExecutor
-from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafting import DraftingExecutor, DraftSource
-from engine.executors.lookup_drafts import LookupDrafts
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.executor import DraftingExecutor, DraftSource
+from engine.executors.speculation.lookup import LookupDrafts
 from engine.executors.memory import allocate_cache
 from engine.executors.step import Mask, StepInThread
 from engine.exporting.export import ExportOptions, export

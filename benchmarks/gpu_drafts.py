@@ -28,12 +28,12 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
 from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer
 from engine.executors.cuda.executor import CudaExecutor
-from engine.executors.draft_policy import DraftPolicy
-from engine.executors.draft_slots import SlotSizes
-from engine.executors.drafting import DraftingExecutor, with_drafts
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.draft_slots import SlotSizes
+from engine.executors.speculation.executor import DraftingExecutor, with_drafts
 from engine.executors.memory import allocate_cache
-from engine.executors.model_drafts import DraftRow, ModelDrafts
-from engine.executors.mtp_drafts import MtpDrafts
+from engine.executors.speculation.draft_model import DraftRow, ModelDrafts
+from engine.executors.speculation.mtp import MtpDrafts
 from engine.exporting.export import QUANT_TYPES, ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.garbage import collect_garbage_seldom

@@ -26,8 +26,8 @@ from benchmarks.random_checkpoint import SHAPES, make_checkpoint
 from engine.core.loop import EngineLoop
 from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
 from engine.executors import make_executor
-from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafting import with_drafts
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.executor import with_drafts
 from engine.executors.memory import allocate_cache
 from engine.executors.step import Mask
 from engine.exporting.cache import export_cached

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from engine.core.types import Executor
 from engine.errors import ConfigError
 from engine.executors.device_executor import DeviceExecutor
-from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafting import DraftSource, with_drafts
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.executor import DraftSource, with_drafts
 from engine.executors.memory import check_host_memory
 from engine.exporting.draft import check_layer, export_draft_model
 from engine.exporting.export_options import DRAFT_GRAPHS
@@ -67,8 +67,8 @@ def make_draft_source(
     `executor`, which has loaded it. Without a draft model, return None."""
     if draft_dir is None:
         return None
-    from engine.executors.draft_slots import SlotSizes
-    from engine.executors.model_drafts import DraftModel, ModelDrafts
+    from engine.executors.speculation.draft_slots import SlotSizes
+    from engine.executors.speculation.draft_model import DraftModel, ModelDrafts
 
     sizes = SlotSizes.of(manifest, config.batch_size)
     if config.device == GPU:
@@ -88,7 +88,7 @@ def make_draft_source(
 def make_mtp_source(executor: DeviceExecutor, manifest: Manifest, config: Config) -> DraftSource:
     """Load the layer that drafts for the model that `executor` has loaded, on all its ranks: its MTP layer or its
     EAGLE-3 head."""
-    from engine.executors.mtp_drafts import MtpDrafts, MtpLayer
+    from engine.executors.speculation.mtp import MtpDrafts, MtpLayer
 
     method = config.speculate_method
     draft_graph, first = executor.load_draft_graph(method), _first_rank(executor)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from engine.core.types import Executor
 from engine.executors.rank_blocks import BlockAccess
-from engine.executors.rank_drafts import RankDraftGraph
+from engine.executors.speculation.draft_graph import RankDraftGraph
 
 
 class DeviceExecutor(Executor, Protocol):

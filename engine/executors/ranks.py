@@ -32,7 +32,7 @@ from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, 
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
 from engine.executors.device_executor import DeviceExecutor
 from engine.executors.rank_blocks import BlocksOfRanks
-from engine.executors.rank_drafts import DraftGraphOfRanks, RankDraftGraph, ServedDraftGraph
+from engine.executors.speculation.draft_graph import DraftGraphOfRanks, RankDraftGraph, ServedDraftGraph
 from engine.executors.step import Mask
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership

@@ -14,22 +14,17 @@ from engine.core.cache_groups import STATE  # noqa: E402
 from engine.core.draft_counts import ACCEPTED, DRAFTED  # noqa: E402
 from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
-from engine.executors import (  # noqa: E402
-    make_executor,
-    make_host,
-    make_mtp_source,
-    mtp_drafts,  # noqa: E402
-)
+from engine.executors import make_executor, make_host, make_mtp_source  # noqa: E402
 from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer  # noqa: E402
 from engine.executors.cuda.draft_runs import DraftRunGraphs, run_shape  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.program import Outputs  # noqa: E402
-from engine.executors.draft_policy import DraftPolicy  # noqa: E402
-from engine.executors.draft_slots import SlotSizes  # noqa: E402
-from engine.executors.drafting import DraftingExecutor, with_drafts  # noqa: E402
+from engine.executors.speculation.policy import DraftPolicy  # noqa: E402
+from engine.executors.speculation.draft_slots import SlotSizes  # noqa: E402
+from engine.executors.speculation.executor import DraftingExecutor, with_drafts  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
-from engine.executors.model_drafts import SHORT, DraftRow, ModelDrafts  # noqa: E402
-from engine.executors.mtp_drafts import MtpDrafts  # noqa: E402
+from engine.executors.speculation.draft_model import SHORT, DraftRow, ModelDrafts  # noqa: E402
+from engine.executors.speculation.mtp import MtpDrafts  # noqa: E402
 from engine.exporting.export import ExportOptions, export  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402
 from engine.models.eagle3 import FILE  # noqa: E402
@@ -322,7 +317,7 @@ def test_captured_and_launched_drafts_are_right(method, family, models, device, 
 def test_steps_of_a_rest_change_no_answer(case, models, device, monkeypatch):
     """They are launched before the tokens of those before are known, on captured graphs if there are any. Drafts that
     are right stay right, as a layer reads the hidden states of these steps, too."""
-    monkeypatch.setattr(mtp_drafts, "MAX_PASSED", 3)
+    monkeypatch.setattr("engine.executors.speculation.mtp.MAX_PASSED", 3)
     method, family, dtype, is_right, _ = CASES[case]
     graph_dir, draft_dir = models(method, family, dtype, is_right)
     config, policy = replace(BASE, speculate_method=method), Restless(0.7)

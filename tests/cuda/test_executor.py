@@ -12,7 +12,7 @@ from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.step_graphs import StepGraphs  # noqa: E402
-from engine.executors.drafting import with_drafts  # noqa: E402
+from engine.executors.speculation.executor import with_drafts  # noqa: E402
 from engine.executors.fingerprint import fingerprint  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402

@@ -19,7 +19,7 @@ from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
 from engine.executors import make_draft_source, make_host  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
-from engine.executors.drafting import with_drafts  # noqa: E402
+from engine.executors.speculation.executor import with_drafts  # noqa: E402
 from engine.executors.memory import allocate_cache, run_longest_step  # noqa: E402
 from engine.executors.ranks import RankFailed  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402

@@ -23,7 +23,7 @@ from engine.executors.cuda import ipc  # noqa: E402
 from engine.executors.cuda.blocks import CudaBlocks  # noqa: E402
 from engine.executors.cuda.cache import Caches  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
-from engine.executors.drafting import with_drafts  # noqa: E402
+from engine.executors.speculation.executor import with_drafts  # noqa: E402
 from engine.executors.nixl_blocks import NixlBlocks  # noqa: E402
 from engine.executors.rank_blocks import STAGED  # noqa: E402
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec  # noqa: E402

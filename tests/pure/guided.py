@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
-from engine.executors.drafting import with_drafts
+from engine.executors.speculation.executor import with_drafts
 from engine.grammars.pool import GrammarPool
 from engine.settings.config import Config
 from engine.text.grammars import write_grammar

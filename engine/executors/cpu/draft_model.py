@@ -13,9 +13,9 @@ from engine.core.types import Batch, Row
 from engine.executors.cpu.draft_graph import CpuDraftGraph
 from engine.executors.cpu.executor import CpuExecutor
 from engine.executors.cpu.program import CpuProgram
-from engine.executors.draft_slots import DraftSlots, SlotSizes, graph_inputs
-from engine.executors.model_drafts import CHUNK, DraftRow
-from engine.executors.rank_drafts import RankDraftGraph
+from engine.executors.speculation.draft_slots import DraftSlots, SlotSizes, graph_inputs
+from engine.executors.speculation.draft_model import CHUNK, DraftRow
+from engine.executors.speculation.draft_graph import RankDraftGraph
 from engine.exporting.manifest import Manifest
 from engine.models import eagle3
 from engine.models.layers import HIDDEN, LOGITS, PREVIOUS_STATES

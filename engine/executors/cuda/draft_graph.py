@@ -16,9 +16,9 @@ from engine.executors.cuda.compilation import KernelCompiler
 from engine.executors.cuda.draft_runs import STATE_ROWS, DraftRunGraphs, DraftRuns, DraftSizes, fields_of
 from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import CudaProgram
-from engine.executors.draft_slots import SlotSizes, graph_inputs
-from engine.executors.model_drafts import SHORT, DraftRow
-from engine.executors.mtp_drafts import NUM_KEPT
+from engine.executors.speculation.draft_slots import SlotSizes, graph_inputs
+from engine.executors.speculation.draft_model import SHORT, DraftRow
+from engine.executors.speculation.mtp import NUM_KEPT
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.models import eagle3
 from engine.models.kv_cache import CacheSpec

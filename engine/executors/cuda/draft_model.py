@@ -17,9 +17,9 @@ from engine.executors.cuda.draft_graph import DEPTH, RING, CudaDraftGraph
 from engine.executors.cuda.draft_runs import STATE_ROWS, VERIFIED, fields_of
 from engine.executors.cuda.executor import CudaExecutor
 from engine.executors.cuda.host_transfers import Download
-from engine.executors.draft_slots import DraftSlots, SlotSizes, graph_inputs
-from engine.executors.model_drafts import DraftRow
-from engine.executors.rank_drafts import RankDraftGraph
+from engine.executors.speculation.draft_slots import DraftSlots, SlotSizes, graph_inputs
+from engine.executors.speculation.draft_model import DraftRow
+from engine.executors.speculation.draft_graph import RankDraftGraph
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 

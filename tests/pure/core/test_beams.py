@@ -10,7 +10,7 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Logprobs, Request, Sampling
 from engine.errors import InvalidRequest
 from engine.executors import make_executor
-from engine.executors.drafting import with_drafts
+from engine.executors.speculation.executor import with_drafts
 from engine.executors.reference import ReferenceExecutor
 from engine.settings.config import Config
 from tests.checkpoints import FAMILIES

@@ -12,8 +12,8 @@ from engine.core.cache_groups import FULL_ATTENTION, PAGED, SLIDING_WINDOW, STAT
 from engine.core.limits import Limits, PrefillLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import PENDING, Request, Sampling, StepOutput
-from engine.executors.drafting import DraftingExecutor
-from engine.executors.lookup_drafts import LookupDrafts
+from engine.executors.speculation.executor import DraftingExecutor
+from engine.executors.speculation.lookup import LookupDrafts
 from tests.pure.counting_executor import CountingExecutor, answer
 
 pytestmark = pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.core.types import Arrival, Batch, Copy, Row, Sampling, Swaps
-from engine.executors.draft_cache import DraftCache
+from engine.executors.speculation.draft_cache import DraftCache
 
 SIZE = 4
 TOKENS = list(range(100, 110))

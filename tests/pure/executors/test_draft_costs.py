@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.executors.draft_costs import MAX_DEBT, DraftCosts
+from engine.executors.speculation.draft_costs import MAX_DEBT, DraftCosts
 
 
 def with_prompts_read(num_runs):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 
 from engine.core.types import Row
-from engine.executors.draft_policy import MIN_GAIN, DraftPolicy
-from engine.executors.drafted_slot import FIRST_SHARE, SHARE_DECAY
-from engine.executors.mtp_drafts import MAX_PASSED
+from engine.executors.speculation.policy import MIN_GAIN, DraftPolicy
+from engine.executors.speculation.requests import FIRST_SHARE, SHARE_DECAY
+from engine.executors.speculation.mtp import MAX_PASSED
 
 MAX_DRAFTS = 3
 ANSWER = 1000  # steps of the requests of a batch

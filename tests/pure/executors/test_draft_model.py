@@ -9,7 +9,7 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.errors import ConfigError
 from engine.executors import make_draft_source, make_executor
-from engine.executors.drafting import with_drafts
+from engine.executors.speculation.executor import with_drafts
 from engine.exporting.draft import export_draft_model
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from engine.core.types import Row
-from engine.executors.draft_estimates import OPTIMISM, Acceptance, StepTimes
-from engine.executors.draft_policy import LOSS_SHARE, MAX_BALANCE, MAX_READING, MIN_GAIN, DraftPolicy
+from engine.executors.speculation.estimates import OPTIMISM, Acceptance, StepTimes
+from engine.executors.speculation.policy import LOSS_SHARE, MAX_BALANCE, MAX_READING, MIN_GAIN, DraftPolicy
 
 MEMORY_BOUND = {"rows_s": 0.0, "extra_s": 0.0005}  # more tokens cost nearly nothing
 COMPUTE_BOUND = {"rows_s": 0.01, "extra_s": 0.01}

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from engine.core.cache_groups import FULL_ATTENTION
 from engine.core.types import PENDING, Arrival, Batch, Copy, Row, Sampling, StepOutput
-from engine.executors.draft_cache import DraftCache
-from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafted_slot import DraftedSlot
-from engine.executors.drafting import DraftingExecutor
-from engine.executors.model_drafts import DraftRow, ModelDrafts
-from engine.executors.mtp_drafts import MAX_PASSED, MtpDrafts, Unread
-from engine.executors.verified_rows import Verified
+from engine.executors.speculation.draft_cache import DraftCache
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.requests import DraftedSlot
+from engine.executors.speculation.executor import DraftingExecutor
+from engine.executors.speculation.draft_model import DraftRow, ModelDrafts
+from engine.executors.speculation.mtp import MAX_PASSED, MtpDrafts, Unread
+from engine.executors.speculation.verified_rows import Verified
 from tests.patience import PATIENCE_S
 
 GREEDY, IDS, TOKENS = Sampling(50), [-10, -11, -12], [6, 7, 8]
@@ -318,9 +318,9 @@ class Clocked(FakeExecutor):
     def __init__(self, monkeypatch):
         super().__init__([])
         self._now_s = 0.0
-        for module in ("drafting", "model_drafts"):
+        for module in ("executor", "draft_model"):
             clock = SimpleNamespace(perf_counter=lambda: self._now_s)
-            monkeypatch.setattr(f"engine.executors.{module}.time", clock)
+            monkeypatch.setattr(f"engine.executors.speculation.{module}.time", clock)
 
     def result(self):
         self._now_s += 0.004 + 0.001 * (not self._is_ahead)

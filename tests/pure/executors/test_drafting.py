@@ -9,10 +9,10 @@ import pytest
 from engine.core.loop import EngineLoop
 from engine.core.types import PENDING, Arrival, Batch, Request, Row, Sampling, StepOutput
 from engine.executors import make_executor
-from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafting import DraftingExecutor, with_drafts
-from engine.executors.lookup_drafts import LookupDrafts
-from engine.executors.ngram import NgramDrafter
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.executor import DraftingExecutor, with_drafts
+from engine.executors.speculation.lookup import LookupDrafts
+from engine.executors.speculation.ngram import NgramDrafter
 from engine.settings.config import Config
 from tests.patience import PATIENCE_S
 from tests.pure.counting_executor import CountingExecutor, answer

@@ -14,7 +14,7 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.errors import ConfigError
 from engine.executors import make_executor, make_mtp_source
-from engine.executors.drafting import with_drafts
+from engine.executors.speculation.executor import with_drafts
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load

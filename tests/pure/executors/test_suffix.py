@@ -2,9 +2,9 @@
 
 from benchmarks.speculation import MIN_SOURCE_BYTES, SOURCES, code_edit
 from engine.core.types import Arrival, Sampling
-from engine.executors.drafting import with_drafts
-from engine.executors.ngram import NgramDrafter
-from engine.executors.suffix import RecentAnswers, SuffixDrafter
+from engine.executors.speculation.executor import with_drafts
+from engine.executors.speculation.ngram import NgramDrafter
+from engine.executors.speculation.suffix import RecentAnswers, SuffixDrafter
 from engine.settings.config import Config
 from tests.pure.counting_executor import CountingExecutor
 

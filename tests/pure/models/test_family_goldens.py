@@ -10,7 +10,7 @@ import pytest
 from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
-from engine.executors.drafting import with_drafts
+from engine.executors.speculation.executor import with_drafts
 from engine.exporting.export import ExportOptions, export
 from engine.ops import cpu, reference
 from engine.settings.config import Config

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from engine.core.types import Row, StepOutput
-from engine.executors.draft_estimates import (
+from engine.executors.speculation.estimates import (
     AHEAD_GROWTH,
     ANY_LEVEL,
     GROWTH,

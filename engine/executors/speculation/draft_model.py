@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from engine.core.types import Batch, Row
-from engine.executors.draft_cache import DraftCache
-from engine.executors.draft_costs import DraftCosts
-from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafted_slot import DraftedSlot, Drafts, Judged
-from engine.executors.verified_rows import RunningStep, Verified, only_continues, verified_rows
+from engine.executors.speculation.draft_cache import DraftCache
+from engine.executors.speculation.draft_costs import DraftCosts
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.requests import DraftedSlot, Drafts, Judged
+from engine.executors.speculation.verified_rows import RunningStep, Verified, only_continues, verified_rows
 
 NUM_LEVELS = 4  # of how often the drafts of a request were right lately
 SHORT = 16  # tokens that a row may lack in the draft model's cache and still be drafted for in the same step

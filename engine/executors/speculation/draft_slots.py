@@ -10,8 +10,8 @@ import numpy as np
 
 from engine.core.cache_groups import PAGED
 from engine.core.types import Batch, Sampling
-from engine.executors.draft_cache import DraftCache
-from engine.executors.model_drafts import DraftRow
+from engine.executors.speculation.draft_cache import DraftCache
+from engine.executors.speculation.draft_model import DraftRow
 from engine.exporting.manifest import Manifest
 from engine.ops.sampling_rows import SamplingRows
 from engine.sampling_parameters import PARAMETERS

@@ -11,10 +11,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from engine.core.types import Batch, Row
-from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafted_slot import DraftedSlot, Drafts
-from engine.executors.model_drafts import SHORT, DraftModel, DraftRow, ModelDrafts, Wish
-from engine.executors.verified_rows import Verified
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.requests import DraftedSlot, Drafts
+from engine.executors.speculation.draft_model import SHORT, DraftModel, DraftRow, ModelDrafts, Wish
+from engine.executors.speculation.verified_rows import Verified
 
 NUM_KEPT = 7 * SHORT  # states of the last tokens of a slot that stay on a device where steps are launched ahead
 MAX_PASSED = NUM_KEPT - 2 * SHORT  # steps that may be launched ahead until the layer reads their states

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from engine.core.types import Arrival, Batch, Row
-from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafted_slot import DraftedSlot, Drafts, Judged
-from engine.executors.ngram import NgramDrafter
-from engine.executors.suffix import RecentAnswers, SuffixDrafter
-from engine.executors.verified_rows import RunningStep
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.requests import DraftedSlot, Drafts, Judged
+from engine.executors.speculation.ngram import NgramDrafter
+from engine.executors.speculation.suffix import RecentAnswers, SuffixDrafter
+from engine.executors.speculation.verified_rows import RunningStep
 from engine.settings.config import Config
 
 

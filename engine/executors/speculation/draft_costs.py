@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from engine.executors.draft_estimates import StepTimes, rounded
+from engine.executors.speculation.estimates import StepTimes, rounded
 
 MAX_DEBT = 64.0  # decode steps whose time may be spent on prompts that have not paid for themselves
 REPAID_SHARE = 0.004  # of the time of all steps that prompts may cost without ever paying for themselves

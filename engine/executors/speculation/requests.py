@@ -9,7 +9,7 @@ from itertools import takewhile
 from msgspec.structs import replace
 
 from engine.core.types import PENDING, Row
-from engine.executors.draft_estimates import Acceptance
+from engine.executors.speculation.estimates import Acceptance
 
 Drafts = list[tuple[int, Sequence[int]]]  # the draft tokens of rows, by the index of the row in its step
 Judged = tuple["DraftedSlot", int, int, int]  # slot, level of its drafts, their number, how many of them were right

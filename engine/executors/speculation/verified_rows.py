@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.core.types import PENDING, Batch, Row
-from engine.executors.drafted_slot import DraftedSlot
+from engine.executors.speculation.requests import DraftedSlot
 
 
 class RunningStep(NamedTuple):

@@ -18,12 +18,12 @@ from msgspec.structs import replace
 
 from engine.core.draft_counts import DraftCounts
 from engine.core.types import PENDING, Batch, Executor, Row, Step, StepOutput
-from engine.executors.draft_policy import DraftPolicy
-from engine.executors.drafted_slot import DraftedSlot, Drafts, Judged
-from engine.executors.lookup_drafts import LookupDrafts
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.requests import DraftedSlot, Drafts, Judged
+from engine.executors.speculation.lookup import LookupDrafts
 from engine.executors.rank_blocks import BlockAccess
 from engine.executors.step import ComingBatches, DraftingStep, Mask, PassedStep, StepInThread
-from engine.executors.verified_rows import RunningStep
+from engine.executors.speculation.verified_rows import RunningStep
 from engine.settings.config import Config
 
 PATIENCE_SHARE = 0.5  # of the time of the last step, that this one waits for the batch of the next one
