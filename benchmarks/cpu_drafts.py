@@ -25,12 +25,13 @@ from benchmarks.bench import cpu_name, prompt_ids
 from benchmarks.random_checkpoint import write_shape
 from engine.core.loop import EngineLoop
 from engine.core.types import Batch, Request, Sampling, StepOutput
-from engine.executors import make_draft_source, make_host, make_mtp_source
+from engine.executors import make_draft_model_proposer, make_host, make_mtp_proposer
 from engine.executors.device_executor import DeviceExecutor
-from engine.executors.speculation.policy import DraftPolicy
-from engine.executors.speculation.executor import DraftingExecutor, DraftSource
-from engine.executors.speculation.lookup import LookupDrafts
 from engine.executors.memory import allocate_cache
+from engine.executors.speculation.executor import SpeculativeExecutor
+from engine.executors.speculation.lookup import LookupProposer
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.proposer import Proposer
 from engine.executors.step import Mask, StepInThread
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
@@ -74,16 +75,16 @@ def exported(shape: str, *, mtp: bool) -> Path:
     return out
 
 
-def source_of(config: Config, folder: Path, executor: DeviceExecutor, draft_shape: str) -> DraftSource:
-    """Return the source of the method in the settings."""
+def proposer_of(config: Config, folder: Path, executor: DeviceExecutor, draft_shape: str) -> Proposer:
+    """Return the proposer of the method in the settings."""
     model = Manifest.read(folder)
     if config.speculate_method == "mtp":
-        return make_mtp_source(executor, model, config)
+        return make_mtp_proposer(executor, model, config)
     if config.speculate_method == "draft":
-        source = make_draft_source(exported(draft_shape, mtp=False), model, config)
-        assert source
-        return source
-    return LookupDrafts.of(config)
+        proposer = make_draft_model_proposer(exported(draft_shape, mtp=False), model, config)
+        assert proposer
+        return proposer
+    return LookupProposer.of(config)
 
 
 def turn(executor: Any, num_blocks: int, config: Config, prompts: list[list[int]], answer_len: int) -> np.ndarray:
@@ -121,14 +122,14 @@ def main() -> None:
     )
     executor: Any = make_host(folder, config)
     accepting: Any = Accepting(executor)
-    source = source_of(config, folder, executor, args.draft_shape)
+    proposer = proposer_of(config, folder, executor, args.draft_shape)
     collect_garbage_seldom()
     model, rng, rows = Manifest.read(folder), np.random.default_rng(0), []
-    num_blocks = allocate_cache(DraftingExecutor(accepting, 4, source), config, model.max_seq_len)
+    num_blocks = allocate_cache(SpeculativeExecutor(accepting, 4, proposer), config, model.max_seq_len)
     for acceptance in args.acceptance:
         accepting.acceptance = acceptance
         for count in args.requests:
-            drafting = DraftingExecutor(accepting, config.speculate_max_draft_token_num, source, DraftPolicy())
+            drafting = SpeculativeExecutor(accepting, config.speculate_max_draft_token_num, proposer, DraftPolicy())
             ratios = []
             for number in range(args.warm_up + args.rounds):
                 prompts = [prompt_ids(rng, model.vocab_size, args.prompt_len) for _ in range(count)]

@@ -28,12 +28,13 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
 from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer
 from engine.executors.cuda.executor import CudaExecutor
-from engine.executors.speculation.policy import DraftPolicy
-from engine.executors.speculation.draft_slots import SlotSizes
-from engine.executors.speculation.executor import DraftingExecutor, with_drafts
 from engine.executors.memory import allocate_cache
-from engine.executors.speculation.draft_model import DraftRow, ModelDrafts
-from engine.executors.speculation.mtp import MtpDrafts
+from engine.executors.speculation.draft_model import DraftRow
+from engine.executors.speculation.draft_slots import SlotSizes
+from engine.executors.speculation.executor import SpeculativeExecutor, with_speculation
+from engine.executors.speculation.model_proposer import DraftModelProposer
+from engine.executors.speculation.mtp_proposer import MtpProposer
+from engine.executors.speculation.policy import DraftPolicy
 from engine.exporting.export import QUANT_TYPES, ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.garbage import collect_garbage_seldom
@@ -165,13 +166,15 @@ def write_config(name: str, keys: dict[str, Any]) -> Path:
     return folder
 
 
-def source_of(method: str, draft_quant: str, executor: CudaExecutor, config: Config) -> ModelDrafts:
+def proposer_of(method: str, draft_quant: str, executor: CudaExecutor, config: Config) -> DraftModelProposer:
     model = Manifest.read(executor.graph_dir)
     if method == "draft":
         sizes = SlotSizes.of(model, config.batch_size)
-        return ModelDrafts(CudaDraftModel.load(exported_draft(draft_quant), executor, config, sizes), model.vocab_size)
+        return DraftModelProposer(
+            CudaDraftModel.load(exported_draft(draft_quant), executor, config, sizes), model.vocab_size
+        )
     layer = CudaMtpLayer(executor, executor.load_draft_graph(method), config)
-    return MtpDrafts(layer, model.vocab_size, method)
+    return MtpProposer(layer, model.vocab_size, method)
 
 
 def answer_room(count: int) -> int:
@@ -220,16 +223,16 @@ def summary(rounds: list[dict[str, float]], count: int) -> dict[str, float]:
 
 
 def parts_of(executor: Any) -> dict[str, tuple[Any, str]]:
-    """Return the calls of a step with drafts whose times are measured, as object and method. `drafts` contains
-    `submit`, the launch of the draft model, and `finish` is the time spent waiting for it. `launch` and `wait` are
+    """Return the calls of a step with drafts whose times are measured, as object and method. `propose` contains
+    `submit`, the launch of the draft model, and `resolve` is the time spent waiting for it. `launch` and `wait` are
     those of the step that verifies."""
-    source = getattr(executor, "_source", None)
-    if source is None:
+    proposer = getattr(executor, "_proposer", None)
+    if proposer is None:
         return {}
-    model, accepting = source._model, executor._executor
-    parts = {"drafts": (source, "drafts"), "submit": (model._graph, "run"), "finish": (model, "finish")}
+    model, accepting = proposer._model, executor._executor
+    parts = {"propose": (proposer, "propose"), "submit": (model._graph, "run"), "resolve": (model, "wait")}
     parts |= {"launch": (accepting, "launch"), "wait": (accepting, "wait")}
-    return parts | {name: (source, name) for name in ("read", "note", "keep")}
+    return parts | {name: (proposer, name) for name in ("hidden_states", "add_hidden_states", "after_plain_step")}
 
 
 def generate(loop: EngineLoop, num_wanted: int) -> tuple[int, int]:
@@ -263,10 +266,10 @@ def graph_ms(executor: CudaExecutor, num_rows: int, num_tokens: int, context: in
     return begin.elapsed_time(end) / 20
 
 
-def draft_graph_ms(source: ModelDrafts, num_rows: int, num_drafts: int, context: int) -> float:
+def draft_graph_ms(proposer: DraftModelProposer, num_rows: int, num_drafts: int, context: int) -> float:
     """Return the time of a run of the draft model behind a step with accepted drafts, without what the host does
     between runs."""
-    model: Any = source._model
+    model: Any = proposer._model
     rows = [DraftRow(slot, context, [100, 101], True, 1) for slot in range(num_rows)]
     inputs = model._inputs(rows, num_drafts)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -318,9 +321,9 @@ def main() -> None:
     drafting_config = replace(config, speculate_method=args.method, speculate_max_draft_token_num=args.drafts)
     folder = exported(args.method, args.layers, args.quant)
     executor = CudaExecutor(folder, drafting_config)  # captures steps with drafts, too
-    source = source_of(args.method, args.draft_quant, executor, drafting_config)
+    proposer = proposer_of(args.method, args.draft_quant, executor, drafting_config)
     accepting: Any = Accepting(executor, args.acceptance)
-    drafting = with_drafts(accepting, drafting_config, None, source)
+    drafting = with_speculation(accepting, drafting_config, None, proposer)
     collect_garbage_seldom()
     num_blocks = allocate_cache(drafting, drafting_config, MAX_SEQ_LEN)
     print(f"{torch.cuda.get_device_name()}, {args.method}, {num_blocks} blocks", flush=True)
@@ -329,14 +332,14 @@ def main() -> None:
         decode_ms, verify_ms = (
             graph_ms(executor, count, num_tokens, args.context + 200) for num_tokens in (1, args.drafts + 1)
         )
-        run_ms = draft_graph_ms(source, count, args.drafts, args.context + 200)
+        run_ms = draft_graph_ms(proposer, count, args.drafts, args.context + 200)
         print(
             f"{count:3} x the graph alone: {decode_ms:.3f} ms, with drafts {verify_ms:.3f}, drafting {run_ms:.3f}",
             flush=True,
         )
         cases: dict[str, tuple[Executor, Config]] = {"without": (executor, config)}
-        for name, policy in (("all", None), ("policy", DraftPolicy())):
-            made = DraftingExecutor(accepting, args.drafts, source, policy)
+        for name, policy in (("all", None), ("policy", DraftPolicy(runs_ahead=True))):
+            made = SpeculativeExecutor(accepting, args.drafts, proposer, policy)
             cases[name] = made, drafting_config
         learn(cases["policy"][0], num_blocks, drafting_config, count)
         measured: dict[str, list[dict[str, float]]] = {name: [] for name in cases}

@@ -26,9 +26,9 @@ from benchmarks.random_checkpoint import SHAPES, make_checkpoint
 from engine.core.loop import EngineLoop
 from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
 from engine.executors import make_executor
-from engine.executors.speculation.policy import DraftPolicy
-from engine.executors.speculation.executor import with_drafts
 from engine.executors.memory import allocate_cache
+from engine.executors.speculation.executor import with_speculation
+from engine.executors.speculation.policy import DraftPolicy
 from engine.executors.step import Mask
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
@@ -158,7 +158,7 @@ def main() -> None:
                 for method, measured in rates.items():
                     config = plain.changed(speculate_method=method)
                     scripted: Executor = Scripted(executor, script[1])  # type: ignore[assignment]
-                    drafting = with_drafts(scripted, config, policies[method])
+                    drafting = with_speculation(scripted, config, policies[method])
                     rate, accepted[method] = measure(drafting, num_blocks, config, script[0])
                     measured.append(rate)
             off = statistics.median(rates.pop("none"))

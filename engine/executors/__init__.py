@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from engine.core.types import Executor
 from engine.errors import ConfigError
 from engine.executors.device_executor import DeviceExecutor
-from engine.executors.speculation.policy import DraftPolicy
-from engine.executors.speculation.executor import DraftSource, with_drafts
 from engine.executors.memory import check_host_memory
+from engine.executors.speculation.executor import with_speculation
+from engine.executors.speculation.policy import DraftPolicy
+from engine.executors.speculation.proposer import Proposer
+from engine.executors.speculation.state import runs_ahead
 from engine.exporting.draft import check_layer, export_draft_model
 from engine.exporting.export_options import DRAFT_GRAPHS
 from engine.exporting.manifest import Manifest
@@ -56,19 +58,22 @@ def make_executor(
 
         executor = lead(graph_dir, config, report) if machines.is_master else follow(graph_dir, config, report)
     if config.speculate_method in DRAFT_GRAPHS:
-        return with_drafts(executor, config, DraftPolicy(), make_mtp_source(executor, manifest, config))
-    return with_drafts(executor, config, DraftPolicy(), make_draft_source(draft_dir, manifest, config, executor))
+        proposer: Proposer | None = make_mtp_proposer(executor, manifest, config)
+    else:
+        proposer = make_draft_model_proposer(draft_dir, manifest, config, executor)
+    return with_speculation(executor, config, DraftPolicy(runs_ahead(executor)), proposer)
 
 
-def make_draft_source(
+def make_draft_model_proposer(
     draft_dir: Path | None, manifest: Manifest, config: Config, executor: DeviceExecutor | None = None
-) -> DraftSource | None:
+) -> Proposer | None:
     """Load the exported draft model in `draft_dir` for the model of `manifest`, on a GPU onto that of the first rank of
     `executor`, which has loaded it. Without a draft model, return None."""
     if draft_dir is None:
         return None
+    from engine.executors.speculation.draft_model import DraftModel
     from engine.executors.speculation.draft_slots import SlotSizes
-    from engine.executors.speculation.draft_model import DraftModel, ModelDrafts
+    from engine.executors.speculation.model_proposer import DraftModelProposer
 
     sizes = SlotSizes.of(manifest, config.batch_size)
     if config.device == GPU:
@@ -82,13 +87,14 @@ def make_draft_source(
         from engine.executors.cpu.draft_model import CpuDraftModel
 
         model = CpuDraftModel.load(draft_dir, sizes)
-    return ModelDrafts(model, manifest.vocab_size)
+    return DraftModelProposer(model, manifest.vocab_size)
 
 
-def make_mtp_source(executor: DeviceExecutor, manifest: Manifest, config: Config) -> DraftSource:
+def make_mtp_proposer(executor: DeviceExecutor, manifest: Manifest, config: Config) -> Proposer:
     """Load the layer that drafts for the model that `executor` has loaded, on all its ranks: its MTP layer or its
     EAGLE-3 head."""
-    from engine.executors.speculation.mtp import MtpDrafts, MtpLayer
+    from engine.executors.speculation.draft_model import MtpLayer
+    from engine.executors.speculation.mtp_proposer import MtpProposer
 
     method = config.speculate_method
     draft_graph, first = executor.load_draft_graph(method), _first_rank(executor)
@@ -104,7 +110,7 @@ def make_mtp_source(executor: DeviceExecutor, manifest: Manifest, config: Config
 
         assert isinstance(first, CpuExecutor)
         layer = CpuMtpLayer(first, draft_graph, config.batch_size, method)
-    return MtpDrafts(layer, manifest.vocab_size, method)
+    return MtpProposer(layer, manifest.vocab_size, method)
 
 
 def _first_rank(executor: DeviceExecutor | None) -> DeviceExecutor | None:

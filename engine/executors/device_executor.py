@@ -6,7 +6,7 @@ from typing import Protocol
 
 from engine.core.types import Executor
 from engine.executors.rank_blocks import BlockAccess
-from engine.executors.speculation.draft_graph import RankDraftGraph
+from engine.executors.speculation.draft_graph import DraftGraph
 
 
 class DeviceExecutor(Executor, Protocol):
@@ -16,7 +16,7 @@ class DeviceExecutor(Executor, Protocol):
         """Return the access to the blocks that are allocated now."""
         ...
 
-    def load_draft_graph(self, name: str) -> RankDraftGraph:
+    def load_draft_graph(self, name: str) -> DraftGraph:
         """Load the graph of the model with this name, which drafts for it. Raises ModelError that lists the graphs
         there are."""
         ...

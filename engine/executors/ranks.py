@@ -32,7 +32,7 @@ from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, 
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
 from engine.executors.device_executor import DeviceExecutor
 from engine.executors.rank_blocks import BlocksOfRanks
-from engine.executors.speculation.draft_graph import DraftGraphOfRanks, RankDraftGraph, ServedDraftGraph
+from engine.executors.speculation.draft_graph import DraftGraph, DraftGraphOfRanks, ServedDraftGraph
 from engine.executors.step import Mask
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -111,7 +111,7 @@ class RanksExecutor:
     def load_draft_graph(self, name: str) -> DraftGraphOfRanks:
         """Load a graph of the model that drafts for it, on all ranks."""
         with self._all_or_none():
-            first: RankDraftGraph = self._draft("load", name, lambda: self.first.load_draft_graph(name))
+            first: DraftGraph = self._draft("load", name, lambda: self.first.load_draft_graph(name))
             return DraftGraphOfRanks(first, self._draft)
 
     def _draft(self, method: str, argument: Any, call_first: Callable[[], Any]) -> Any:

@@ -14,17 +14,18 @@ from engine.core.cache_groups import STATE  # noqa: E402
 from engine.core.draft_counts import ACCEPTED, DRAFTED  # noqa: E402
 from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
-from engine.executors import make_executor, make_host, make_mtp_source  # noqa: E402
+from engine.executors import make_executor, make_host, make_mtp_proposer  # noqa: E402
 from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer  # noqa: E402
 from engine.executors.cuda.draft_runs import DraftRunGraphs, run_shape  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.program import Outputs  # noqa: E402
-from engine.executors.speculation.policy import DraftPolicy  # noqa: E402
-from engine.executors.speculation.draft_slots import SlotSizes  # noqa: E402
-from engine.executors.speculation.executor import DraftingExecutor, with_drafts  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
-from engine.executors.speculation.draft_model import SHORT, DraftRow, ModelDrafts  # noqa: E402
-from engine.executors.speculation.mtp import MtpDrafts  # noqa: E402
+from engine.executors.speculation.draft_model import SHORT, DraftRow  # noqa: E402
+from engine.executors.speculation.draft_slots import SlotSizes  # noqa: E402
+from engine.executors.speculation.executor import SpeculativeExecutor, with_speculation  # noqa: E402
+from engine.executors.speculation.model_proposer import DraftModelProposer  # noqa: E402
+from engine.executors.speculation.mtp_proposer import MtpProposer  # noqa: E402
+from engine.executors.speculation.policy import DraftPolicy  # noqa: E402
 from engine.exporting.export import ExportOptions, export  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402
 from engine.models.eagle3 import FILE  # noqa: E402
@@ -35,7 +36,7 @@ from tests import eagle3_checkpoints, mtp_checkpoints  # noqa: E402
 from tests.cuda.arrays import array  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.pure.executors.test_draft_model import check_answers, run  # noqa: E402
-from tests.pure.executors.test_drafting import Restless  # noqa: E402
+from tests.pure.executors.test_drafting import RandomPauses  # noqa: E402
 
 # The interpreter tells of what a GPU does without a word.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{what} encountered") for what in ("overflow", "invalid value")]
@@ -85,14 +86,14 @@ def with_layer(tmp_path_factory):
     return make
 
 
-def source_of(executor, model_dir, config, draft_dir=None):
-    """Return the source of drafts for the model that `executor` runs, as the settings say."""
+def proposer_of(executor, model_dir, config, draft_dir=None):
+    """Return the proposer for the model that `executor` runs, as the settings say."""
     model = Manifest.read(model_dir)
     if draft_dir is None:
         layer = CudaMtpLayer(executor, executor.load_draft_graph(config.speculate_method), config)
-        return MtpDrafts(layer, model.vocab_size, config.speculate_method)
+        return MtpProposer(layer, model.vocab_size, config.speculate_method)
     sizes = SlotSizes.of(model, config.batch_size)
-    return ModelDrafts(CudaDraftModel.load(draft_dir, executor, config, sizes), model.vocab_size)
+    return DraftModelProposer(CudaDraftModel.load(draft_dir, executor, config, sizes), model.vocab_size)
 
 
 @pytest.mark.parametrize(("method", "family"), LAYERS)
@@ -102,11 +103,11 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(method, family, use_c
     graph_dir = with_layer(method, family)
     config = replace(BASE, speculate_method=method, use_cudagraph=use_cudagraph)
     executor = CudaExecutor(graph_dir, config, device.type)
-    source = source_of(executor, graph_dir, config)
-    drafting = with_drafts(executor, config, None, source)
+    proposer = proposer_of(executor, graph_dir, config)
+    drafting = with_speculation(executor, config, None, proposer)
     drafting.allocate(60)
-    model, logits, drafts = source._model, [], []
-    compute, finish, ids = model._graph._runs._program, model.finish, np.arange(executor._vocab_size)
+    model, logits, drafts = proposer._model, [], []
+    compute, wait, ids = model._graph._runs._program, model.wait, np.arange(executor._vocab_size)
     if (graph_dir / FILE).exists():
         ids = np.load(graph_dir / FILE)
 
@@ -116,7 +117,7 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(method, family, use_c
         return outputs
 
     model._graph._runs._program = program
-    model.finish = lambda: [made := finish(), drafts.extend(made)][0]
+    model.wait = lambda: [made := wait(), drafts.extend(made)][0]
     with np.load(ROOT / f"tests/golden/{method}/{family}.npz") as known:
         loop = EngineLoop(drafting, 60, replace(config, max_num_batched_tokens=24))
         for length in (3, 70) if IS_INTERPRETED else (3, 70, 70):
@@ -206,7 +207,7 @@ def test_replayed_runs_draft_what_launched_ones_do(method, family, models, devic
     for use_cudagraph in (False, True):
         config = replace(BASE, speculate_method=method, use_cudagraph=use_cudagraph, cudagraph_capture_sizes="2,4")
         executor = CudaExecutor(graph_dir, config, device.type)
-        model = source_of(executor, graph_dir, config, draft_dir)._model
+        model = proposer_of(executor, graph_dir, config, draft_dir)._model
         model.allocate(24)
         if use_cudagraph:
             model._graph._graphs.capture(24, lambda run: None)
@@ -244,8 +245,8 @@ def test_answers_with_drafts_are_those_without(case, use_cudagraph, models, devi
     executor = CudaExecutor(graph_dir, drafting, device.type)
     executor.allocate(400)
     expected, _ = run(executor, config, 400)
-    source = source_of(executor, graph_dir, drafting, draft_dir)
-    executor = with_drafts(executor, drafting, None, source)
+    proposer = proposer_of(executor, graph_dir, drafting, draft_dir)
+    executor = with_speculation(executor, drafting, None, proposer)
     stats = check_answers(executor, (drafting, num_blocks), expected, is_right)
     assert stats[f"num_drafted_tokens/{method}/1"] > 0
 
@@ -292,17 +293,19 @@ def test_captured_and_launched_drafts_are_right(method, family, models, device, 
     differ from row to row. Most runs are launched before the tokens are known that they read."""
     graph_dir, draft_dir = models(method, family, "float32", True)
     replayed, replay = [], DraftRunGraphs._replay
-    ahead, begin_ahead = [], ModelDrafts.begin_ahead
-    monkeypatch.setattr(ModelDrafts, "begin_ahead", lambda *given: [ahead.append(begin_ahead(*given)), ahead[-1]][1])
+    ahead, propose_ahead = [], DraftModelProposer.propose_ahead
+    monkeypatch.setattr(
+        DraftModelProposer, "propose_ahead", lambda *given: [ahead.append(propose_ahead(*given)), ahead[-1]][1]
+    )
     monkeypatch.setattr(DraftRunGraphs, "_replay", lambda graphs, *given: [replayed.append(1), replay(graphs, *given)])
     executor = CudaExecutor(graph_dir, BASE, device.type)
     executor.allocate(40)
     expected, _ = answers(executor, BASE, 40)
     executor.close()
-    for policy in (None,) if IS_INTERPRETED else (None, DraftPolicy()):
+    for policy in (None,) if IS_INTERPRETED else (None, DraftPolicy(runs_ahead=True)):
         config = replace(BASE, speculate_method=method, block_bs=4.0)
         executor = CudaExecutor(graph_dir, config, device.type)
-        drafting = with_drafts(executor, config, policy, source_of(executor, graph_dir, config, draft_dir))
+        drafting = with_speculation(executor, config, policy, proposer_of(executor, graph_dir, config, draft_dir))
         num_blocks = allocate_cache(drafting, config, Manifest.read(graph_dir).max_seq_len)
         found, share_accepted = answers(drafting, config, num_blocks)
         drafting.close()
@@ -314,21 +317,21 @@ def test_captured_and_launched_drafts_are_right(method, family, models, device, 
 
 @pytest.mark.usefixtures("products_are_chains_of_sums")
 @pytest.mark.parametrize("case", ["mtp, right", "eagle3, right", "draft, right", "mtp, wrong, with states"])
-def test_steps_of_a_rest_change_no_answer(case, models, device, monkeypatch):
+def test_steps_of_a_pause_change_no_answer(case, models, device, monkeypatch):
     """They are launched before the tokens of those before are known, on captured graphs if there are any. Drafts that
     are right stay right, as a layer reads the hidden states of these steps, too."""
-    monkeypatch.setattr("engine.executors.speculation.mtp.MAX_PASSED", 3)
+    monkeypatch.setattr("engine.executors.speculation.mtp_proposer.MAX_PLAIN_STEPS", 3)
     method, family, dtype, is_right, _ = CASES[case]
     graph_dir, draft_dir = models(method, family, dtype, is_right)
-    config, policy = replace(BASE, speculate_method=method), Restless(0.7)
+    config, policy = replace(BASE, speculate_method=method), RandomPauses(0.7)
     executor = CudaExecutor(graph_dir, config, device.type)
     executor.allocate(400)
     expected = answers(executor, config, 400)[0] if IS_INTERPRETED else run(executor, config, 400)[0]
-    drafting = DraftingExecutor(executor, NUM_DRAFTS, source_of(executor, graph_dir, config, draft_dir), policy)
+    drafting = SpeculativeExecutor(executor, NUM_DRAFTS, proposer_of(executor, graph_dir, config, draft_dir), policy)
     drafting.allocate(400)
     found = answers(drafting, config, 400)[0] if IS_INTERPRETED else run(drafting, config, 400, times=2)[0]
     assert found == expected
-    assert policy.num_rested > (2 if IS_INTERPRETED else 20)
+    assert policy.num_paused > (2 if IS_INTERPRETED else 20)
     counts = drafting.draft_counts.stats()
     drafted, accepted = (sum(counts[name] for name in counts if name.startswith(kind)) for kind in (DRAFTED, ACCEPTED))
     assert accepted > 0.8 * drafted or not is_right
@@ -363,8 +366,8 @@ def test_each_rank_has_its_share_of_the_layer_that_drafts(method, family, use_cu
     config = replace(BASE, device="gpu", mp_num=2, batch_invariant=False, use_cudagraph=use_cudagraph)
     drafting = replace(config, speculate_method=method)
     executor = make_host(graph_dir, drafting)
-    source = make_mtp_source(executor, Manifest.read(graph_dir), drafting)
-    for each in (executor, with_drafts(executor, drafting, None, source)):
+    proposer = make_mtp_proposer(executor, Manifest.read(graph_dir), drafting)
+    for each in (executor, with_speculation(executor, drafting, None, proposer)):
         each.allocate(40)
         loop, requests = EngineLoop(each, 40, config if each is executor else drafting), []
         for _ in range(1 if IS_INTERPRETED else 2):
@@ -398,7 +401,7 @@ def test_the_warm_up_has_every_variant_of_attention_that_a_run_needs(models, dev
     graph_dir, draft_dir = models("draft", "qwen2", "float32", False)
     config = replace(BASE, batch_size=2, speculate_method="draft", batch_invariant=False)
     executor = CudaExecutor(graph_dir, config, device.type)
-    model, found = source_of(executor, graph_dir, config, draft_dir)._model, set()
+    model, found = proposer_of(executor, graph_dir, config, draft_dir)._model, set()
     model.allocate(2)
     draft_graph = model._graph
 
@@ -433,8 +436,8 @@ def test_no_kernel_is_compiled_after_the_warm_up(method, family, models, device,
     graph_dir, draft_dir = models(method, family, "bfloat16", method != "draft")
     config = replace(BASE, speculate_method=method, batch_invariant=False, block_bs=4.0)
     executor = CudaExecutor(graph_dir, config, device.type)
-    source = source_of(executor, graph_dir, config, draft_dir)
-    drafting = with_drafts(executor, config, DraftPolicy(), source)
+    proposer = proposer_of(executor, graph_dir, config, draft_dir)
+    drafting = with_speculation(executor, config, DraftPolicy(runs_ahead=True), proposer)
     num_blocks = allocate_cache(drafting, config, Manifest.read(graph_dir).max_seq_len)
     loop, longest = EngineLoop(drafting, num_blocks, config), Manifest.read(graph_dir).max_seq_len - 70
     with caplog.at_level(logging.WARNING):

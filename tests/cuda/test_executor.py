@@ -12,10 +12,10 @@ from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.cuda.step_graphs import StepGraphs  # noqa: E402
-from engine.executors.speculation.executor import with_drafts  # noqa: E402
 from engine.executors.fingerprint import fingerprint  # noqa: E402
 from engine.executors.memory import allocate_cache  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
+from engine.executors.speculation.executor import with_speculation  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402
 from engine.ops import reference  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
@@ -32,7 +32,7 @@ def golden(family, lengths):
 
 def a_loop(graph_dir, device, **settings):
     config = dataclasses.replace(SETTINGS, **settings)
-    executor = with_drafts(CudaExecutor(graph_dir, config, device.type), config)
+    executor = with_speculation(CudaExecutor(graph_dir, config, device.type), config)
     return EngineLoop(executor, allocate_cache(executor, config, 512), config)
 
 

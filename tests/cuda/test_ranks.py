@@ -17,12 +17,12 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 
 from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
-from engine.executors import make_draft_source, make_host  # noqa: E402
+from engine.executors import make_draft_model_proposer, make_host  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
-from engine.executors.speculation.executor import with_drafts  # noqa: E402
 from engine.executors.memory import allocate_cache, run_longest_step  # noqa: E402
 from engine.executors.ranks import RankFailed  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
+from engine.executors.speculation.executor import with_speculation  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402
 from engine.models.support import PRECISIONS  # noqa: E402
 from engine.ops import cuda  # noqa: E402
@@ -106,8 +106,8 @@ def test_a_draft_model_of_the_first_rank_drafts_for_all(exported, two_devices, m
     config = dataclasses.replace(RANKS, batch_size=2, speculate_method="draft", speculate_max_draft_token_num=3)
     graph_dir, draft_dir = (exported("qwen2", block_size=16, **ranks) for ranks in ({"num_ranks": 2}, {}))
     executor, found = make_host(graph_dir, config), []
-    source = make_draft_source(draft_dir, Manifest.read(graph_dir), config, executor)
-    drafting = with_drafts(executor, config, None, source)
+    proposer = make_draft_model_proposer(draft_dir, Manifest.read(graph_dir), config, executor)
+    drafting = with_speculation(executor, config, None, proposer)
     for each in (executor, drafting):
         each.allocate(12)
         loop = EngineLoop(each, 12, config)

@@ -23,9 +23,9 @@ from engine.executors.cuda import ipc  # noqa: E402
 from engine.executors.cuda.blocks import CudaBlocks  # noqa: E402
 from engine.executors.cuda.cache import Caches  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
-from engine.executors.speculation.executor import with_drafts  # noqa: E402
 from engine.executors.nixl_blocks import NixlBlocks  # noqa: E402
 from engine.executors.rank_blocks import STAGED  # noqa: E402
+from engine.executors.speculation.executor import with_speculation  # noqa: E402
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec  # noqa: E402
 from engine.ops.cuda import block_copy  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
@@ -97,7 +97,7 @@ def loop_of(device):
 
     def make(graph_dir, num_blocks=NUM_BLOCKS, **settings):
         config = Config(**CONFIG | settings)
-        executors.append(with_drafts(CudaExecutor(graph_dir, config, device.type), config))
+        executors.append(with_speculation(CudaExecutor(graph_dir, config, device.type), config))
         executors[-1].allocate(num_blocks)
         return EngineLoop(executors[-1], num_blocks, config)
 

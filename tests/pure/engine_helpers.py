@@ -21,7 +21,9 @@ from tests.pure.counting_executor import CountingExecutor
 
 ROOT = Path(__file__).parents[2]
 # The process of an engine that drafts as much as possible, whatever it costs.
-WITHOUT_POLICY = "import engine.executors as executors, engine.process as process; executors.DraftPolicy = lambda: None"
+WITHOUT_POLICY = (
+    "import engine.executors as executors, engine.process as process; executors.DraftPolicy = lambda _: None"
+)
 DRAFTING_ENGINE = [sys.executable, "-c", f"{WITHOUT_POLICY}; process.main()"]
 
 

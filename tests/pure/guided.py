@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
-from engine.executors.speculation.executor import with_drafts
+from engine.executors.speculation.executor import with_speculation
 from engine.grammars.pool import GrammarPool
 from engine.settings.config import Config
 from engine.text.grammars import write_grammar
@@ -76,7 +76,7 @@ class Guided:
         self.model = RandomModel(VOCAB_SIZE, tuple(likely))
         self.grammars = grammars or shared_grammars()
         config = Config(**{"batch_size": 32, "max_cached_task_num": 1000, **settings})
-        self.loop = EngineLoop(with_drafts(self.model, config), num_blocks, config, self.grammars)
+        self.loop = EngineLoop(with_speculation(self.model, config), num_blocks, config, self.grammars)
         self.token_ids, self.ends, self.errors = {}, {}, {}
 
     def turn(self):

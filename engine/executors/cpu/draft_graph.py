@@ -12,7 +12,7 @@ from engine.models.layers import PREVIOUS_STATES
 
 
 class CpuDraftGraph:
-    """`RankDraftGraph` of one rank. Owns its program and its caches."""
+    """`DraftGraph` of one rank. Owns its program and its caches."""
 
     def __init__(self, program: CpuProgram, specs: Sequence[CacheSpec]):
         self.block_bytes = sum(spec.block_bytes for spec in specs)

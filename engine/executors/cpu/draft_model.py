@@ -13,13 +13,15 @@ from engine.core.types import Batch, Row
 from engine.executors.cpu.draft_graph import CpuDraftGraph
 from engine.executors.cpu.executor import CpuExecutor
 from engine.executors.cpu.program import CpuProgram
+from engine.executors.speculation.draft_graph import DraftGraph
+from engine.executors.speculation.draft_model import DraftRow
 from engine.executors.speculation.draft_slots import DraftSlots, SlotSizes, graph_inputs
-from engine.executors.speculation.draft_model import CHUNK, DraftRow
-from engine.executors.speculation.draft_graph import RankDraftGraph
 from engine.exporting.manifest import Manifest
 from engine.models import eagle3
 from engine.models.layers import HIDDEN, LOGITS, PREVIOUS_STATES
 from engine.ops import cpu
+
+CHUNK = 256  # tokens of prompts that a run reads
 
 
 class CpuDraftModel:
@@ -27,7 +29,7 @@ class CpuDraftModel:
 
     chunk = CHUNK
 
-    def __init__(self, draft_graph: RankDraftGraph, max_seq_len: int, sizes: SlotSizes):
+    def __init__(self, draft_graph: DraftGraph, max_seq_len: int, sizes: SlotSizes):
         """Take the graph of the draft model. `sizes` are those of the target model."""
         self.max_seq_len = max_seq_len
         self.block_bytes = draft_graph.block_bytes
@@ -58,13 +60,13 @@ class CpuDraftModel:
             self.run(rows, 1)
 
     def place(self, batch: Batch) -> None:
-        """Note the new requests and blocks of a step of the target model, and copy blocks as it does."""
+        """Take over the new requests and blocks of a step of the target model, and copy blocks as it does."""
         if copies := self._slots.place(batch):
             self._graph.copy(copies)
 
-    begin, may_follow = None, False
+    launch, can_run_ahead = None, False
 
-    def finish(self) -> list[list[int]]:
+    def wait(self) -> list[list[int]]:
         raise NotImplementedError("a run on a CPU returns its tokens")
 
     def run(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
@@ -90,7 +92,7 @@ class CpuDraftModel:
 class CpuMtpLayer(CpuDraftModel):
     """The MTP layer or the EAGLE-3 head of the target model. It shares tables with it, unless it has its own."""
 
-    def __init__(self, first: CpuExecutor, draft_graph: RankDraftGraph, num_slots: int, name: str):
+    def __init__(self, first: CpuExecutor, draft_graph: DraftGraph, num_slots: int, name: str):
         """Take the first rank of the model, and the graph `name` of its export on all ranks."""
         model, ids = Manifest.read(first.graph_dir), first.graph_dir / eagle3.FILE
         self._draft_ids = np.load(ids) if name == eagle3.EAGLE3_GRAPH and ids.exists() else None

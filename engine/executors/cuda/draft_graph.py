@@ -16,9 +16,8 @@ from engine.executors.cuda.compilation import KernelCompiler
 from engine.executors.cuda.draft_runs import STATE_ROWS, DraftRunGraphs, DraftRuns, DraftSizes, fields_of
 from engine.executors.cuda.load import RankFiles, load_program
 from engine.executors.cuda.program import CudaProgram
+from engine.executors.speculation.draft_model import NUM_KEPT, SHORT, DraftRow
 from engine.executors.speculation.draft_slots import SlotSizes, graph_inputs
-from engine.executors.speculation.draft_model import SHORT, DraftRow
-from engine.executors.speculation.mtp import NUM_KEPT
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.models import eagle3
 from engine.models.kv_cache import CacheSpec
@@ -45,7 +44,7 @@ class LoadedGraph(NamedTuple):
 
 
 class CudaDraftGraph:
-    """`RankDraftGraph` of one GPU. Owns its program, its KV caches and the captured CUDA graphs.
+    """`DraftGraph` of one GPU. Owns its program, its KV caches and the captured CUDA graphs.
 
     The drafts of a run stay on the device, in the memory of the executor for them. With several ranks each samples them
     for itself: all have the same logits.

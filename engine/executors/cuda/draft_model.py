@@ -17,9 +17,9 @@ from engine.executors.cuda.draft_graph import DEPTH, RING, CudaDraftGraph
 from engine.executors.cuda.draft_runs import STATE_ROWS, VERIFIED, fields_of
 from engine.executors.cuda.executor import CudaExecutor
 from engine.executors.cuda.host_transfers import Download
-from engine.executors.speculation.draft_slots import DraftSlots, SlotSizes, graph_inputs
+from engine.executors.speculation.draft_graph import DraftGraph
 from engine.executors.speculation.draft_model import DraftRow
-from engine.executors.speculation.draft_graph import RankDraftGraph
+from engine.executors.speculation.draft_slots import DraftSlots, SlotSizes, graph_inputs
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config
 
@@ -28,7 +28,7 @@ class CudaDraftModel:
     """Draft model. Owns its graph and the state of the slots."""
 
     def __init__(
-        self, draft_graph: RankDraftGraph, max_seq_len: int, first: CudaExecutor, config: Config, sizes: SlotSizes
+        self, draft_graph: DraftGraph, max_seq_len: int, first: CudaExecutor, config: Config, sizes: SlotSizes
     ):
         """Take the graph of the draft model, and the executor of the first rank. `sizes` are those of the target
         model."""
@@ -42,7 +42,7 @@ class CudaDraftModel:
         self._drafts = memory.view(-1, sizes.num_slots)
         self._ids = first_id - np.arange(len(memory)).reshape(self._drafts.shape)
         self._download: Download | None = None  # of the last drafts
-        self.may_follow = isinstance(draft_graph, CudaDraftGraph)  # other ranks do not have the chosen tokens
+        self.can_run_ahead = isinstance(draft_graph, CudaDraftGraph)  # other ranks do not have the chosen tokens
 
     @classmethod
     def load(cls, graph_dir: Path, first: CudaExecutor, config: Config, sizes: SlotSizes) -> CudaDraftModel:
@@ -56,29 +56,29 @@ class CudaDraftModel:
         self._graph.allocate(num_blocks)
 
     def place(self, batch: Batch) -> None:
-        """Note the new requests and blocks of a step of the target model, and copy blocks as it does."""
+        """Take over the new requests and blocks of a step of the target model, and copy blocks as it does."""
         if copies := self._slots.place(batch):
             self._graph.copy(copies)
 
     def run(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
         """Compute the tokens of the rows, and return `num_drafts` tokens for each row that samples; negative ones if
         none can be sampled."""
-        return _drafts(self._launch(rows, num_drafts))
+        return _drafts(self._start(rows, num_drafts))
 
-    def begin(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
-        """Launch a run. Return ids that stand for its drafts in a step that the executor launches next."""
-        download = self._launch(rows, num_drafts)
+    def launch(self, rows: Sequence[DraftRow], num_drafts: int) -> list[list[int]]:
+        """Launch a run. Return placeholders for its drafts in a step that the executor launches next."""
+        download = self._start(rows, num_drafts)
         if not num_drafts:
             return []
         self._download = download
         return self._ids[:num_drafts, : sum(row.samples for row in rows)].T.tolist()
 
-    def finish(self) -> list[list[int]]:
+    def wait(self) -> list[list[int]]:
         """Wait for the run and return its drafts."""
         assert self._download
         return _drafts(self._download)
 
-    def _launch(self, rows: Sequence[DraftRow], num_drafts: int) -> Download:
+    def _start(self, rows: Sequence[DraftRow], num_drafts: int) -> Download:
         rows = sorted(rows, key=lambda row: not row.samples)
         num_sampling = sum(row.samples for row in rows)
         depth = num_drafts if num_sampling else 0
@@ -112,7 +112,7 @@ def _drafts(download: Download) -> list[list[int]]:
 class CudaMtpLayer(CudaDraftModel):
     """The MTP layer or the EAGLE-3 head of the target model. It shares tables with it, unless it has its own."""
 
-    def __init__(self, first: CudaExecutor, draft_graph: RankDraftGraph, config: Config):
+    def __init__(self, first: CudaExecutor, draft_graph: DraftGraph, config: Config):
         """Take the first rank of the model, and the graph of SPECULATE_METHOD of its export on all ranks."""
         model = Manifest.read(first.graph_dir)
         self._first = first

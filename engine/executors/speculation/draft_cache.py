@@ -33,7 +33,7 @@ class DraftCache:
         self._num_blocks = [0] * len(self.tables)
 
     def place(self, batch: Batch) -> list[tuple[int, int]]:
-        """Note the new requests and blocks of a step. Return the pairs of blocks that have to be copied."""
+        """Take over the new requests and blocks of a step. Return the pairs of blocks that have to be copied."""
         copies = [copy for copy in batch.copies if copy.group == self.group]
         for copy in copies:
             self._filled[copy.target] = self._filled[copy.source]
@@ -80,7 +80,7 @@ class DraftCache:
         return self._num_valid[slot]
 
     def advance(self, slot: int, end: int) -> None:
-        """Note that the positions before `end`, of known tokens, are computed."""
+        """Record that the positions before `end`, of known tokens, are computed."""
         start, size = self._num_valid[slot], self._block_size
         if end <= start:
             return
@@ -89,7 +89,7 @@ class DraftCache:
         self._num_valid[slot] = end
 
     def guess(self, slot: int, token_id: int) -> None:
-        """Note that the next position is computed from a draft token."""
+        """Record that the next position is computed from a draft token."""
         self._guessed[slot].append(token_id)
 
     def _add(self, slot: int, start: int, block_ids: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from engine.executors.device_executor import DeviceExecutor
 
 
-class RankDraftGraph(Protocol):
+class DraftGraph(Protocol):
     """A graph that drafts, with its KV caches, which have the block ids of the model."""
 
     block_bytes: int
@@ -35,7 +35,7 @@ class RankDraftGraph(Protocol):
 class DraftGraphOfRanks:
     """A graph that drafts, of which every rank has its share. Each call is sent to the other ranks."""
 
-    def __init__(self, first: RankDraftGraph, call: Callable[[str, Any, Callable[[], Any]], Any]):
+    def __init__(self, first: DraftGraph, call: Callable[[str, Any, Callable[[], Any]], Any]):
         """Take the graph of the first rank. `call` sends the name of a method and its argument to the other ranks, for
         their `ServedDraftGraph`, makes the call that it is given on the first one, and returns the result."""
         self.block_bytes, self.states_width = first.block_bytes, first.states_width
@@ -60,7 +60,7 @@ class ServedDraftGraph:
     def __init__(self, executor: DeviceExecutor):
         """Take the executor of this rank, or of this host."""
         self._executor = executor
-        self._graph: RankDraftGraph | None = None
+        self._graph: DraftGraph | None = None
 
     def call(self, method: str, argument: Any) -> None:
         if method == "load":

@@ -47,7 +47,7 @@ class DraftSlots:
         self._rows = SamplingRows.greedy(sizes.num_slots)  # its `counter` is not used
 
     def place(self, batch: Batch) -> list[tuple[int, int]]:
-        """Note the new requests and blocks of a step of the target model. Return the pairs of blocks to copy."""
+        """Take over the new requests and blocks of a step of the target model. Return the pairs of blocks to copy."""
         for arrival in batch.arrivals:
             self._set_sampling(arrival.slot, arrival.sampling)
         return self.cache.place(batch)

@@ -11,13 +11,13 @@ DECAY = 0.998  # of the weight of earlier drafts, for each new one
 AGING = 0.998  # of the weight of all drafts, for each step: positions that get no drafts are tried again
 OPTIMISM = 0.0003  # share by which a time is assumed to fall with each step that does not measure it
 # Assumed growth of a step's time when its tokens double, as long as it is not measured. On a device that runs ahead,
-# all steps with drafts cost more than those of a rest, so nothing follows from few drafts for many: they are tried.
+# all steps with drafts cost more than those of a pause, so nothing follows from few drafts for many: they are tried.
 GROWTH, AHEAD_GROWTH = 0.25, 0.0
 NUM_TRUSTED = 3  # measurements of a step time that are needed to rely on it
 NUM_KNOWN_WELL = 16  # those from which on a single one counts less
 
 
-class Acceptance:
+class AcceptanceRates:
     """Running share of right drafts, by level and position. A level stands for how sure a drafter is."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class NgramDrafter:
         return min(self._num_drafts.bit_length() - 1, 3)
 
     def propose(self, token_ids: Sequence[int], max_drafts: int) -> Sequence[int]:
-        """Return the tokens that followed the last n-gram before, see `engine.executors.speculation.executor.Drafter`."""
+        """Return the tokens that followed the last n-gram before, see `Drafter`."""
         self._judge(token_ids)
         self._read(token_ids)
         if len(token_ids) < self._resume_at:

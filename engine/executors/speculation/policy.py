@@ -13,7 +13,7 @@ from engine.executors.speculation.estimates import (
     ANY_LEVEL,
     GROWTH,
     NUM_TRUSTED,
-    Acceptance,
+    AcceptanceRates,
     StepTimes,
     rounded,
 )
@@ -26,11 +26,14 @@ CREDIT = 9.0  # of these steps, at the start, for each number of rows
 LEAST_PROBABILITY = 0.05  # of drafts that are considered
 # Time that drafting adds to a step even if nothing is drafted, and the share of the time of all steps that it may take.
 BOOKKEEPING_S, ROW_BOOKKEEPING_S, BOOKKEEPING_SHARE = 60e-6, 10e-6, 0.003
-NUM_PROBES = 8  # steps without chosen drafts after which the policy rests
-# On a device that runs ahead, only the steps of a rest have the time of steps without drafts.
-NUM_UNSETTLED, NUM_MEASURED = 2, NUM_TRUSTED + 1  # steps at the beginning of a rest, and those that are measured then
-REST, MORE_REST = 48, 16  # steps of a rest if drafts do not seem to pay, and of its continuation as long as they do not
-MAX_READING = 4.0  # of a step in which states of the steps of a rest are read, in its usual time, that counts
+NUM_PROBES = 8  # steps without chosen drafts after which the policy pauses
+# On a device that runs ahead, only the steps of a pause have the time of steps without drafts.
+NUM_UNSETTLED, NUM_MEASURED = 2, NUM_TRUSTED + 1  # steps at the beginning of a pause, and those that are measured then
+PAUSE, MORE_PAUSE = (
+    48,
+    16,
+)  # steps of a pause if drafts do not seem to pay, and of its continuation as long as they do not
+MAX_READING = 4.0  # of a step in which states of the steps of a pause are read, in its usual time, that counts
 Offer = tuple[int, int]  # level and number of the drafts of a row
 Group = tuple[float, int, list[int]]  # drafts at one position of equal offers: probability, position, indices of offers
 END: Group = (0.0, 0, [])  # behind the last group
@@ -41,58 +44,63 @@ class DraftPolicy:
 
     It keeps a balance of the time that drafts have saved by estimate and of the time that they may cost, a small share
     of all steps. While the balance is used up, nothing is drafted.
+
+    On a device that `runs_ahead`, steps are launched ahead while the policy pauses drafting, and are faster than others
+    without drafts.
     """
 
-    def __init__(self) -> None:
-        self.is_ahead = False  # steps of a rest are launched ahead, and are faster than others without drafts
-        self._num_rested = 0
-        self.acceptance = Acceptance()
+    def __init__(self, runs_ahead: bool = False):
+        self._runs_ahead = runs_ahead
+        self._num_paused = 0
+        self.acceptance = AcceptanceRates()
         self._times: dict[int, StepTimes] = {}  # by the number of rows
         self._prompt_token_s = 0.0  # of steps that also compute prompts
         self._balance_s = 0.0
-        self._num_left_to_rest = self._num_quiet = 0  # `_num_quiet`: steps without chosen drafts since the last rest
+        self._num_left_to_pause = self._num_quiet = 0  # `_num_quiet`: steps without chosen drafts since the last pause
         self._offers: Sequence[Offer] = ()  # the last ones
         self._least: dict[int, float] = {}  # by the number of rows: probability from which on drafts are verified
 
     @property
-    def wants_offers(self) -> bool:
+    def may_draft(self) -> bool:
         """Return whether drafts could be chosen."""
         return self._balance_s > 0
 
     @property
-    def rests(self) -> bool:
+    def is_paused(self) -> bool:
         """Return whether the next step should be computed without any bookkeeping for drafts."""
-        return self._num_left_to_rest > 0
+        return self._num_left_to_pause > 0
 
-    def begin_rest(self) -> None:
-        """Note that the next step is the first one of a rest, on a device that runs ahead."""
-        self._num_rested = 0
+    def begin_pause(self) -> None:
+        """Begin a pause with the next step, on a device that runs ahead."""
+        self._num_paused = 0
 
-    def rest(self, seconds: float, rows: Sequence[Row] = (), *, is_usual: bool = True, num_unable: int = 0) -> None:
-        """Note a step that was computed while the policy rests, and its time, which counts on a device that runs
-        ahead. There the rest goes on until drafts seem to pay, although `num_unable` rows can have none. A step is not
-        usual if hidden states were read in its time, which is a cost of drafts."""
+    def observe_pause(
+        self, seconds: float, rows: Sequence[Row] = (), *, is_usual: bool = True, num_unable: int = 0
+    ) -> None:
+        """Learn the time of a step of a pause, which counts on a device that runs ahead. There the pause goes on until
+        drafts seem to pay, although `num_unable` rows can have none. A step is not usual if hidden states were read in
+        its time, which is a cost of drafts."""
         self.acceptance.age()
-        self._num_rested += 1
+        self._num_paused += 1
         self._balance_s += LOSS_SHARE * seconds
-        if not self.is_ahead:
-            self._num_left_to_rest = max(self._num_left_to_rest - 1, 0)
+        if not self._runs_ahead:
+            self._num_left_to_pause = max(self._num_left_to_pause - 1, 0)
             return
         num_rows, _ = _tokens_of(rows)
         times = self._times_of(num_rows)
         if not is_usual:
             self._balance_s += times.measured(0) - min(seconds, MAX_READING * times.measured(0))
         elif num_rows == len(rows):
-            if self._num_rested == 1:  # It has waited for the step before.
+            if self._num_paused == 1:  # It has waited for the step before.
                 self._balance_s -= min(max(seconds - times.measured(0), 0.0), times.measured(0))
-            elif self._num_rested > NUM_UNSETTLED:
+            elif self._num_paused > NUM_UNSETTLED:
                 self._observe_base(times, seconds)
-        elif self._num_rested > NUM_UNSETTLED:
+        elif self._num_paused > NUM_UNSETTLED:
             self.observe_beside_prompts(sum(len(row.token_ids) for row in rows), seconds)
         if self._balance_s > 0:
-            self._num_left_to_rest = max(self._num_left_to_rest - 1, 0)
-            if not self._num_left_to_rest and not self._may_pay(num_rows, num_rows - num_unable):
-                self._num_left_to_rest = MORE_REST
+            self._num_left_to_pause = max(self._num_left_to_pause - 1, 0)
+            if not self._num_left_to_pause and not self._may_pay(num_rows, num_rows - num_unable):
+                self._num_left_to_pause = MORE_PAUSE
 
     def _may_pay(self, num_rows: int, num_able: int) -> bool:
         """Return whether drafts seem to pay if `num_able` of the rows get some."""
@@ -176,7 +184,7 @@ class DraftPolicy:
         seconds, draft_s = times_s
         self.acceptance.age()
         times = self._times_of(num_rows)
-        if self.is_ahead and not num_extra:
+        if self._runs_ahead and not num_extra:
             return self._observe_probe(times, seconds + draft_s)
         if not num_extra and is_usual:
             self._observe_base(times, seconds)
@@ -199,7 +207,7 @@ class DraftPolicy:
             self._num_quiet = 0
             share = (BOOKKEEPING_S + ROW_BOOKKEEPING_S * num_rows) / max(base_s, 1e-9)
             num_steps = int(NUM_PROBES * share / BOOKKEEPING_SHARE)
-            self._num_left_to_rest = num_steps if num_steps > NUM_PROBES else 0
+            self._num_left_to_pause = num_steps if num_steps > NUM_PROBES else 0
         return saved_s
 
     def _observe_base(self, times: StepTimes, seconds: float) -> None:
@@ -210,13 +218,13 @@ class DraftPolicy:
 
     def _observe_probe(self, times: StepTimes, seconds: float) -> float:
         """Learn from a step that had no drafts and was not launched ahead, on a device that runs ahead: it has cost
-        time, so the policy rests. Return the time that it has saved, which is negative."""
+        time, so the policy pauses. Return the time that it has saved, which is negative."""
         base_s = times.measured(0)
         saved_s = max(min(base_s - seconds, 0.0), -base_s)
         self._balance_s = max(self._balance_s + LOSS_SHARE * seconds + saved_s, -2 * MAX_BALANCE * base_s)
-        if not self._num_left_to_rest:
-            is_measured = times.is_trusted(0) and times.age(0) < REST
-            self._num_left_to_rest = REST if is_measured else NUM_UNSETTLED + NUM_MEASURED
+        if not self._num_left_to_pause:
+            is_measured = times.is_trusted(0) and times.age(0) < PAUSE
+            self._num_left_to_pause = PAUSE if is_measured else NUM_UNSETTLED + NUM_MEASURED
         return saved_s
 
     def observe_beside_prompts(self, num_tokens: int, seconds: float) -> None:
@@ -225,7 +233,7 @@ class DraftPolicy:
         self._prompt_token_s += (token_s - self._prompt_token_s) * (0.1 if self._prompt_token_s else 1)
 
     def _times_of(self, num_rows: int) -> StepTimes:
-        growth = AHEAD_GROWTH if self.is_ahead else GROWTH
+        growth = AHEAD_GROWTH if self._runs_ahead else GROWTH
         return self._times.setdefault(rounded(num_rows), StepTimes(num_rows, growth))
 
     def _sorted(self, offers: Sequence[Offer]) -> list[Group]:

@@ -84,7 +84,7 @@ class SuffixDrafter:
         self._next: tuple[History, int, int] | None = None  # where the last match goes on if its drafts are right
 
     def propose(self, token_ids: list[int], max_drafts: int) -> Sequence[int]:
-        """Return the likely continuation, see `engine.executors.speculation.executor.Drafter`."""
+        """Return the likely continuation, see `Drafter`."""
         self._own.token_ids = token_ids
         self._own.read()
         if len(token_ids) < 2:

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.core.types import PENDING, Batch, Row
-from engine.executors.speculation.requests import DraftedSlot
+from engine.executors.speculation.requests import DraftedRequest
 
 
 class RunningStep(NamedTuple):
     """A step that was launched, without a mask."""
 
     rows: Sequence[Row]
-    noted: Any  # what the source of drafts has noted of it, see `DraftSource.note`
+    hidden_states: Any  # see `Proposer.hidden_states`
 
 
-class Verified(NamedTuple):
+class VerifiedRow(NamedTuple):
     """A row of a step: one known token and the drafts behind it."""
 
     first_choice: int  # its place among the tokens of the step, behind each of which one is chosen
@@ -26,24 +26,24 @@ class Verified(NamedTuple):
 
 
 def verified_rows(
-    rows: Sequence[Row], slots: Mapping[int, DraftedSlot], draft_rows: Mapping[int, int]
-) -> dict[int, Verified]:
+    rows: Sequence[Row], requests: Mapping[int, DraftedRequest], draft_rows: Mapping[int, int]
+) -> dict[int, VerifiedRow]:
     """Return the rows of a step by slot, nothing if some of them are of a prompt, have forks, compute a token again or
     have drafts of another run. `draft_rows` are the places of slots in the run of the draft model before the step."""
-    verified: dict[int, Verified] = {}
+    verified: dict[int, VerifiedRow] = {}
     num_tokens = 0
     for row in rows:
-        is_next = row.start == len(slots[row.slot].token_ids) - 1
+        is_next = row.start == len(requests[row.slot].token_ids) - 1
         if len(row.token_ids) != row.num_sampled or row.forks or not is_next:
             return {}
         if row.num_sampled > 1 and row.slot not in draft_rows:
             return {}
-        verified[row.slot] = Verified(num_tokens, row.num_sampled - 1, draft_rows.get(row.slot, 0))
+        verified[row.slot] = VerifiedRow(num_tokens, row.num_sampled - 1, draft_rows.get(row.slot, 0))
         num_tokens += row.num_sampled
     return verified
 
 
-def only_continues(batch: Batch, verified: Mapping[int, Verified]) -> bool:
+def only_continues(batch: Batch, verified: Mapping[int, VerifiedRow]) -> bool:
     """Return whether the step of `batch` computes nothing but the last tokens of verified rows."""
     if batch.arrivals or batch.copies or batch.swaps or batch.has_mask:
         return False

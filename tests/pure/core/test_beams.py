@@ -10,8 +10,8 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Logprobs, Request, Sampling
 from engine.errors import InvalidRequest
 from engine.executors import make_executor
-from engine.executors.speculation.executor import with_drafts
 from engine.executors.reference import ReferenceExecutor
+from engine.executors.speculation.executor import with_speculation
 from engine.settings.config import Config
 from tests.checkpoints import FAMILIES
 from tests.golden.beams import BEAMS, MAX_NEW_TOKENS, STOP_IDS
@@ -158,7 +158,7 @@ def test_fewer_answers_than_beams_are_the_best_of_them():
 
 def test_a_search_beside_drafts_has_none():
     config = Config(speculate_method="ngram")
-    loop = EngineLoop(with_drafts(Opinions(64, 4), config), 64, config)
+    loop = EngineLoop(with_speculation(Opinions(64, 4), config), 64, config)
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
     token_ids, _, _ = run(loop, a_search("a", prompt, 3), Request("plain", [*prompt], 8, Sampling(8, temperature=0)))
     assert answers_of(token_ids, "a", 3) == alone(prompt, a_search("a", prompt, 3).sampling)

@@ -12,8 +12,8 @@ from engine.core.cache_groups import FULL_ATTENTION, PAGED, SLIDING_WINDOW, STAT
 from engine.core.limits import Limits, PrefillLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import PENDING, Request, Sampling, StepOutput
-from engine.executors.speculation.executor import DraftingExecutor
-from engine.executors.speculation.lookup import LookupDrafts
+from engine.executors.speculation.executor import SpeculativeExecutor
+from engine.executors.speculation.lookup import LookupProposer
 from tests.pure.counting_executor import CountingExecutor, answer
 
 pytestmark = pytest.mark.slow
@@ -77,8 +77,8 @@ class World:
         pool = BlockPool(self.num_blocks, self.block_size, self.caching, self.num_host_blocks)
         self.executor = CountingExecutor(self.num_blocks, self.block_size, self.groups)
         if self.drafting:
-            self.executor = DraftingExecutor(
-                self.executor, MAX_DRAFTS, LookupDrafts("ngram", partial(GuessingDrafter, rng))
+            self.executor = SpeculativeExecutor(
+                self.executor, MAX_DRAFTS, LookupProposer("ngram", partial(GuessingDrafter, rng))
             )
             self.limits = replace(self.limits, max_drafts=MAX_DRAFTS)
         self.scheduler = Scheduler(pool, self.limits)

@@ -8,8 +8,8 @@ import pytest
 from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
-from engine.executors.speculation.executor import with_drafts
 from engine.executors.reference import ReferenceExecutor
+from engine.executors.speculation.executor import with_speculation
 from engine.settings.config import Config
 
 BLOCK_SIZE = 16
@@ -117,7 +117,7 @@ def test_preemption_chunks_and_a_warm_prefix_cache_change_no_bit_with_an_int8_ca
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_tokens_that_are_tried_ahead_change_no_bit(graph_dir, alone, method):
     config = replace(BASE, block_bs=4, speculate_method=method, speculate_max_ngram_size=2, block_ratio=0.9)
-    executor = with_drafts(an_executor(graph_dir, replace(config, speculate_method="none"), 40), config)
+    executor = with_speculation(an_executor(graph_dir, replace(config, speculate_method="none"), 40), config)
     answers, loop = run(executor, config, random_requests(seed=1), num_blocks=40)
     assert answers == alone
     stats = loop.stats()

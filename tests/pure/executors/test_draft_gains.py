@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 
 from engine.core.types import Row
+from engine.executors.speculation.mtp_proposer import MAX_PLAIN_STEPS
 from engine.executors.speculation.policy import MIN_GAIN, DraftPolicy
 from engine.executors.speculation.requests import FIRST_SHARE, SHARE_DECAY
-from engine.executors.speculation.mtp import MAX_PASSED
 
 MAX_DRAFTS = 3
 ANSWER = 1000  # steps of the requests of a batch
@@ -20,7 +20,7 @@ BALANCED = 0.75  # acceptance of most cases
 class Device(NamedTuple):
     """Times in milliseconds: of a step that is launched ahead, of one that verifies drafts and of each draft in it, and
     of a run of the draft model with each of its steps. Steps that are not launched ahead wait for the host. `read`: of
-    reading the hidden states of MAX_PASSED steps that were launched ahead."""
+    reading the hidden states of MAX_PLAIN_STEPS steps that were launched ahead."""
 
     ahead: float
     verify: float
@@ -44,27 +44,27 @@ def simulate(
     device: Device, num_rows: int, acceptance_at: Callable[[int], float], num_steps: int
 ) -> list[tuple[int, float]]:
     """Return the tokens and milliseconds of each step. `acceptance_at` returns the acceptance of a step."""
-    policy, rng = DraftPolicy(), random.Random(0)
-    policy.is_ahead, was_resting = True, False
+    policy, rng = DraftPolicy(runs_ahead=True), random.Random(0)
+    was_paused = False
     rows = [Row(slot, 0, [0], ()) for slot in range(num_rows)]
     shares, steps, num_passed, is_able = [FIRST_SHARE] * num_rows, [], 0, True
     for number in range(num_steps):
         if number % ANSWER == 0:
             is_able = True  # other requests, whose hidden states are all there
-        if policy.rests:
-            if not was_resting:
-                policy.begin_rest()
-            num_passed = num_passed % MAX_PASSED + 1
-            is_able &= num_passed < MAX_PASSED or policy.wants_offers
-            reads = is_able and num_passed == MAX_PASSED
-            step = device.ahead + device.wait * (not was_resting) + device.read * reads
-            policy.rest(step / 1e3, rows, is_usual=not reads)
+        if policy.is_paused:
+            if not was_paused:
+                policy.begin_pause()
+            num_passed = num_passed % MAX_PLAIN_STEPS + 1
+            is_able &= num_passed < MAX_PLAIN_STEPS or policy.may_draft
+            reads = is_able and num_passed == MAX_PLAIN_STEPS
+            step = device.ahead + device.wait * (not was_paused) + device.read * reads
+            policy.observe_pause(step / 1e3, rows, is_usual=not reads)
             steps.append((num_rows, step))
-            was_resting = True
+            was_paused = True
             continue
-        was_resting, levels, counts = False, [min(int(4 * share), 3) for share in shares], [0] * num_rows
+        was_paused, levels, counts = False, [min(int(4 * share), 3) for share in shares], [0] * num_rows
         num_passed = 0
-        if policy.wants_offers and is_able:
+        if policy.may_draft and is_able:
             offers = [(level, MAX_DRAFTS) for level in levels]
             counts = policy.choose(num_rows, 0, offers)
         depth, num_drafts, num_accepted = max(counts), sum(counts), 0

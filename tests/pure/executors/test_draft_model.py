@@ -8,8 +8,8 @@ import pytest
 from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.errors import ConfigError
-from engine.executors import make_draft_source, make_executor
-from engine.executors.speculation.executor import with_drafts
+from engine.executors import make_draft_model_proposer, make_executor
+from engine.executors.speculation.executor import with_speculation
 from engine.exporting.draft import export_draft_model
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
@@ -110,8 +110,8 @@ def test_answers_with_a_draft_model_are_those_without(checkpoints, graph_dirs, t
     settings = {"speculate_model_path": str(checkpoints[draft]), "export_cache_dir": str(tmp_path)}
     config = replace(config, speculate_method="draft", **settings)
     draft_dir = export_draft_model(graph_dirs[num_ranks], config, lambda text: None)
-    source = make_draft_source(draft_dir, Manifest.read(graph_dirs[num_ranks]), config)
-    check_answers(with_drafts(model, config, None, source), (config, num_blocks), expected, draft == "itself")
+    proposer = make_draft_model_proposer(draft_dir, Manifest.read(graph_dirs[num_ranks]), config)
+    check_answers(with_speculation(model, config, None, proposer), (config, num_blocks), expected, draft == "itself")
 
 
 @pytest.mark.parametrize(

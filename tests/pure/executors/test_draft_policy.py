@@ -5,7 +5,7 @@ import random
 import pytest
 
 from engine.core.types import Row
-from engine.executors.speculation.estimates import OPTIMISM, Acceptance, StepTimes
+from engine.executors.speculation.estimates import OPTIMISM, AcceptanceRates, StepTimes
 from engine.executors.speculation.policy import LOSS_SHARE, MAX_BALANCE, MAX_READING, MIN_GAIN, DraftPolicy
 
 MEMORY_BOUND = {"rows_s": 0.0, "extra_s": 0.0005}  # more tokens cost nearly nothing
@@ -19,7 +19,7 @@ def simulate(policy, num_rows, share_right, num_steps, costs):
     rows_s, extra_s, draft_s = (costs.get(name, 0.0) for name in ("rows_s", "extra_s", "draft_s"))
     for _ in range(num_steps):
         seconds = 0.01 + rows_s * num_rows
-        offers = [(0, 4)] * num_rows if policy.wants_offers else []
+        offers = [(0, 4)] * num_rows if policy.may_draft else []
         counts = policy.choose(num_rows, 0, offers)
         num_right = [next((i for i in range(4) if rng.random() > share_right), 4) for _ in counts]
         for right in num_right:
@@ -34,20 +34,20 @@ def simulate(policy, num_rows, share_right, num_steps, costs):
 
 def simulate_ahead(policy, num_rows, share_right, num_steps, costs):
     """Return the time of each token, relative to steps of 10 ms that are launched ahead. Other steps take 3 ms more,
-    and each draft so much. The first step of a rest waits for the device."""
-    policy.is_ahead, rng, num_tokens, total_s = True, random.Random(0), 0, 0.0
+    and each draft so much. The first step of a pause waits for the device."""
+    rng, num_tokens, total_s = random.Random(0), 0, 0.0
     rows = [Row(slot, 0, [0], ()) for slot in range(num_rows)]
-    was_resting = False
+    was_paused = False
     for _ in range(num_steps):
-        if policy.rests:
-            if not was_resting:
-                policy.begin_rest()
-            seconds, was_resting = 0.01 if was_resting else 0.013, True
-            policy.rest(seconds, rows)
+        if policy.is_paused:
+            if not was_paused:
+                policy.begin_pause()
+            seconds, was_paused = 0.01 if was_paused else 0.013, True
+            policy.observe_pause(seconds, rows)
             num_tokens, total_s = num_tokens + num_rows, total_s + seconds
             continue
-        was_resting = False
-        counts = policy.choose(num_rows, 0, [(0, 4)] * num_rows) if policy.wants_offers else [0]
+        was_paused = False
+        counts = policy.choose(num_rows, 0, [(0, 4)] * num_rows) if policy.may_draft else [0]
         num_right = [next((i for i in range(4) if rng.random() > share_right), 4) for _ in counts]
         for right, count in zip(num_right, counts, strict=True):
             policy.acceptance.record(0, min(right, count), count)
@@ -59,14 +59,19 @@ def simulate_ahead(policy, num_rows, share_right, num_steps, costs):
 
 
 @pytest.mark.parametrize(("num_rows", "share_right", "extra_s"), [(1, 0.0, 0.0), (1, 0.5, 0.01), (32, 0.7, 0.0003)])
-def test_drafts_that_do_not_pay_cost_little_where_steps_of_a_rest_are_faster(num_rows, share_right, extra_s):
-    assert simulate_ahead(DraftPolicy(), num_rows, share_right, 4000, {"extra_s": extra_s, "draft_s": 0.002}) < 1.02
+def test_drafts_that_do_not_pay_cost_little_where_steps_of_a_pause_are_faster(num_rows, share_right, extra_s):
+    assert (
+        simulate_ahead(
+            DraftPolicy(runs_ahead=True), num_rows, share_right, 4000, {"extra_s": extra_s, "draft_s": 0.002}
+        )
+        < 1.02
+    )
 
 
 @pytest.mark.parametrize(("num_rows", "share_right", "least"), [(1, 0.95, 2.2), (1, 0.75, 1.5), (8, 0.75, 1.5)])
-def test_drafts_that_pay_are_found_where_steps_of_a_rest_are_faster(num_rows, share_right, least):
+def test_drafts_that_pay_are_found_where_steps_of_a_pause_are_faster(num_rows, share_right, least):
     costs = {"extra_s": 0.0002 / num_rows, "draft_s": 0.001}
-    assert simulate_ahead(DraftPolicy(), num_rows, share_right, 2000, costs) < 1 / least
+    assert simulate_ahead(DraftPolicy(runs_ahead=True), num_rows, share_right, 2000, costs) < 1 / least
 
 
 def test_all_drafts_are_verified_where_tokens_cost_nothing_and_drafts_are_right():
@@ -141,15 +146,15 @@ def test_beside_prompts_only_drafts_are_verified_that_save_more_than_they_cost()
 
 @pytest.mark.parametrize(("num_rows", "step_s", "share"), [(1, 0.0003, 0.98), (8, 0.001, 0.97), (8, 0.1, 0.0)])
 def test_bookkeeping_stops_where_it_would_take_more_than_its_share(num_rows, step_s, share):
-    policy, num_rested = DraftPolicy(), 0
+    policy, num_paused = DraftPolicy(), 0
     for _ in range(10_000):
-        if policy.rests:
-            policy.rest(step_s)
-            num_rested += 1
+        if policy.is_paused:
+            policy.observe_pause(step_s)
+            num_paused += 1
         else:
             policy.observe(num_rows, 0, num_rows, (step_s, 0.0))
-    assert num_rested >= share * 10_000
-    assert share or not num_rested
+    assert num_paused >= share * 10_000
+    assert share or not num_paused
 
 
 def test_step_times_are_interpolated_and_follow_the_context():
@@ -183,7 +188,7 @@ def test_a_single_slow_measurement_does_not_decide():
 
 
 def test_acceptance_is_counted_by_level_and_position():
-    acceptance = Acceptance()
+    acceptance = AcceptanceRates()
     for _ in range(100):
         acceptance.record(0, 2, 4)
         acceptance.record(1, 0, 1)
@@ -195,14 +200,13 @@ def test_acceptance_is_counted_by_level_and_position():
 @pytest.mark.parametrize("step_s", [0.0065, 0.0105, 0.0152])
 def test_steps_without_drafts_are_measured_the_sooner_the_less_drafts_gain(step_s):
     """All drafts are right, so the rate is about 2.46, 1.52 or 1.05 times that of steps without drafts, of 4 ms."""
-    policy, row = DraftPolicy(), Row(0, 0, [0], ())
-    policy.is_ahead = True
+    policy, row = DraftPolicy(runs_ahead=True), Row(0, 0, [0], ())
     policy.observe(1, 0, 1, (0.004, 0.0))
-    num_rested = 0
-    while policy.rests:
-        policy.rest(0.004, [row])
-        num_rested += 1
-    assert num_rested == 6  # the first two are not measured
+    num_paused = 0
+    while policy.is_paused:
+        policy.observe_pause(0.004, [row])
+        num_paused += 1
+    assert num_paused == 6  # the first two are not measured
     for _ in range(200):
         policy.acceptance.record(3, 3, 3)
     num_found = 0
@@ -212,20 +216,19 @@ def test_steps_without_drafts_are_measured_the_sooner_the_less_drafts_gain(step_
         num_found += 1
     assert num_found == pytest.approx((4 * 0.004 / step_s / MIN_GAIN - 1) / OPTIMISM, rel=0.1)
     policy.observe(1, 0, 1, (0.004, 0.0))
-    assert policy.rests
+    assert policy.is_paused
 
 
-def test_reading_states_in_a_rest_is_paid_from_the_balance_and_measures_nothing():
-    policy, row = DraftPolicy(), Row(0, 0, [0], ())
-    policy.is_ahead = True
+def test_reading_states_in_a_pause_is_paid_from_the_balance_and_measures_nothing():
+    policy, row = DraftPolicy(runs_ahead=True), Row(0, 0, [0], ())
     policy.observe(1, 0, 1, (0.004, 0.0))
-    while policy.rests:
-        policy.rest(0.004, [row])
+    while policy.is_paused:
+        policy.observe_pause(0.004, [row])
     before_s = policy._balance_s
     for seconds in (0.006, 0.002, 0.009):
-        policy.rest(seconds, [row], is_usual=False)
+        policy.observe_pause(seconds, [row], is_usual=False)
     assert policy._balance_s == pytest.approx(before_s - 0.005 + LOSS_SHARE * 0.017)
-    policy.rest(10.0, [row], is_usual=False)  # another process has taken the CPU
+    policy.observe_pause(10.0, [row], is_usual=False)  # another process has taken the CPU
     assert policy._balance_s > before_s - 0.005 - MAX_READING * 0.004
     assert policy._times[1].measured(0) == pytest.approx(0.004)
 

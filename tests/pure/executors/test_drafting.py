@@ -9,10 +9,10 @@ import pytest
 from engine.core.loop import EngineLoop
 from engine.core.types import PENDING, Arrival, Batch, Request, Row, Sampling, StepOutput
 from engine.executors import make_executor
-from engine.executors.speculation.policy import DraftPolicy
-from engine.executors.speculation.executor import DraftingExecutor, with_drafts
-from engine.executors.speculation.lookup import LookupDrafts
+from engine.executors.speculation.executor import SpeculativeExecutor, with_speculation
+from engine.executors.speculation.lookup import LookupProposer
 from engine.executors.speculation.ngram import NgramDrafter
+from engine.executors.speculation.policy import DraftPolicy
 from engine.settings.config import Config
 from tests.patience import PATIENCE_S
 from tests.pure.counting_executor import CountingExecutor, answer
@@ -64,7 +64,7 @@ def a_batch(start, *token_ids, max_drafts=3, **more):
 def test_steps_are_launched_before_the_tokens_of_those_before_are_known():
     """The second row begins where the accepted drafts of the first one end, and its token is the last of these."""
     blocked = Blocked()
-    executor = DraftingExecutor(blocked, 3, LookupDrafts("ngram", lambda arrival: Counting()))
+    executor = SpeculativeExecutor(blocked, 3, LookupProposer("ngram", lambda arrival: Counting()))
     first = executor.launch(a_batch(0, 10, max_drafts=0, arrivals=[Arrival(0, [10], 1, GREEDY)]))
     second = executor.launch(a_batch(1, PENDING))
     third = executor.launch(a_batch(2, PENDING))
@@ -87,7 +87,7 @@ def test_steps_are_launched_before_the_tokens_of_those_before_are_known():
 
 def test_a_row_that_is_launched_behind_the_last_token_stays_within_the_request():
     blocked = Blocked()
-    executor = DraftingExecutor(blocked, 3, LookupDrafts("ngram", lambda arrival: Counting()))
+    executor = SpeculativeExecutor(blocked, 3, LookupProposer("ngram", lambda arrival: Counting()))
     blocked.may_compute.release(3)
     executor.launch(a_batch(0, 10, max_drafts=0, arrivals=[Arrival(0, [10], 1, replace(GREEDY, max_new_tokens=4))]))
     last, beyond = executor.launch(a_batch(1, PENDING)), executor.launch(a_batch(2, PENDING, max_drafts=1))
@@ -101,7 +101,7 @@ def test_a_row_that_is_launched_behind_the_last_token_stays_within_the_request()
 
 
 def test_all_rows_together_have_no_more_drafts_than_the_batch_may_have():
-    executor = DraftingExecutor(CountingExecutor(), 3, LookupDrafts("ngram", lambda arrival: Counting()))
+    executor = SpeculativeExecutor(CountingExecutor(), 3, LookupProposer("ngram", lambda arrival: Counting()))
     arrivals = [Arrival(slot, [10 * slot], 1, GREEDY) for slot in range(3)]
     rows = [Row(slot, 0, [10 * slot], [[slot]], max_drafts=3) for slot in range(3)]
     step = executor.launch(Batch(rows, arrivals, max_drafts=4))
@@ -114,7 +114,7 @@ def test_a_step_that_fails_fails_those_behind_it():
         def launch(self, batch):
             raise OSError("no device")
 
-    executor = DraftingExecutor(Broken(), 3, LookupDrafts("ngram", lambda arrival: Counting()))
+    executor = SpeculativeExecutor(Broken(), 3, LookupProposer("ngram", lambda arrival: Counting()))
     steps = [executor.launch(a_batch(0, 10, arrivals=[Arrival(0, [10], 1, GREEDY)])), executor.launch(a_batch(1, 11))]
     for step in steps:
         with pytest.raises(OSError, match="no device"):
@@ -135,7 +135,7 @@ def test_adapters_come_and_go_behind_the_steps_that_were_launched():
             done.append(("drop", len(self.batches_seen)))
 
     blocked = WithAdapters()
-    executor = DraftingExecutor(blocked, 3, LookupDrafts("ngram", lambda arrival: Counting()))
+    executor = SpeculativeExecutor(blocked, 3, LookupProposer("ngram", lambda arrival: Counting()))
     executor.launch(a_batch(0, 10, arrivals=[Arrival(0, [10], 1, GREEDY)]))
     executor.drop_adapter("a")
     assert done == []
@@ -145,7 +145,7 @@ def test_adapters_come_and_go_behind_the_steps_that_were_launched():
     executor.close()
 
 
-class Watched(DraftingExecutor):
+class Watched(SpeculativeExecutor):
     """Counts the steps that are launched while one before has not been asked for."""
 
     num_open = num_ahead = 0
@@ -173,7 +173,7 @@ def test_steps_with_drafts_overlap_on_the_cpu_and_change_no_bit(exported, num_ra
     executor = make_executor(graph_dir, plain)
     executor.allocate(64)
     expected, _ = answers_of(executor, plain)
-    watched = Watched(executor, 4, LookupDrafts.of(config))
+    watched = Watched(executor, 4, LookupProposer.of(config))
     found, stats = answers_of(watched, config)
     assert found == expected
     assert watched.num_ahead > 20
@@ -181,37 +181,37 @@ def test_steps_with_drafts_overlap_on_the_cpu_and_change_no_bit(exported, num_ra
     watched.close()
 
 
-class Restless(DraftPolicy):
-    """Verifies all drafts, and rests at random."""
+class RandomPauses(DraftPolicy):
+    """Verifies all drafts, and pauses at random."""
 
-    wants_offers = True
+    may_draft = True
 
     def __init__(self, share=0.4):
         super().__init__()
-        self.rng, self.share, self.num_rested = random.Random(0), share, 0
+        self.rng, self.share, self.num_paused = random.Random(0), share, 0
 
     @property
-    def rests(self):
+    def is_paused(self):
         return self.rng.random() < self.share
 
-    def rest(self, seconds, rows=(), **heard):
-        self.num_rested += 1
+    def observe_pause(self, seconds, rows=(), **heard):
+        self.num_paused += 1
 
     def choose_for(self, rows, offers, draft_s=None):
         return [count for _, count in offers]
 
 
-def test_steps_between_rests_continue_those_of_the_rests(exported):
-    """A step that is launched ahead may follow one of a rest, and one of a rest may follow one with drafts."""
+def test_steps_between_pauses_continue_those_of_the_pauses(exported):
+    """A step that is launched ahead may follow one of a pause, and one of a pause may follow one with drafts."""
     config = Config(block_bs=8, batch_size=6, max_num_batched_tokens=32, cpu_threads=1, speculate_method="ngram")
     executor = make_executor(exported("qwen2", block_size=16), replace(config, speculate_method="none"))
     executor.allocate(64)
     expected, _ = answers_of(executor, config)
-    policy = Restless()
-    drafting = DraftingExecutor(executor, 4, LookupDrafts.of(config), policy)
+    policy = RandomPauses()
+    drafting = SpeculativeExecutor(executor, 4, LookupProposer.of(config), policy)
     found, stats = answers_of(drafting, config)
     assert found == expected
-    assert policy.num_rested > 5
+    assert policy.num_paused > 5
     assert stats["num_accepted_tokens"] > 0
     drafting.close()
 
@@ -231,12 +231,12 @@ class Ahead(CountingExecutor):
 
 
 @pytest.mark.parametrize("passes_prompts", [True, False])
-def test_steps_of_a_rest_overlap_on_an_executor_that_runs_ahead(passes_prompts):
+def test_steps_of_a_pause_overlap_on_an_executor_that_runs_ahead(passes_prompts):
     """Some of them may be followed by those of other requests in the same slots before their tokens are known."""
-    config, executor, policy = Config(batch_size=3, max_num_batched_tokens=32), Ahead(), Restless(0.7)
-    source = LookupDrafts("ngram", lambda arrival: Counting())
-    source.may_pass = lambda batch: passes_prompts or all(len(row.token_ids) == 1 for row in batch.rows)
-    drafting = DraftingExecutor(executor, 3, source, policy)
+    config, executor, policy = Config(batch_size=3, max_num_batched_tokens=32), Ahead(), RandomPauses(0.7)
+    proposer = LookupProposer("ngram", lambda arrival: Counting())
+    proposer.allows_plain_step = lambda batch: passes_prompts or all(len(row.token_ids) == 1 for row in batch.rows)
+    drafting = SpeculativeExecutor(executor, 3, proposer, policy)
     loop, answers = EngineLoop(drafting, 64, config), {}
     requests = [Request(str(n), [50 * n, 50 * n + 1], 2, Sampling(5 + 7 * n, temperature=n % 3 == 2)) for n in range(9)]
     for request in requests:
@@ -245,18 +245,18 @@ def test_steps_of_a_rest_overlap_on_an_executor_that_runs_ahead(passes_prompts):
         for update in loop.step():
             answers.setdefault(update.request.request_id, []).extend(update.token_ids)
     assert answers == {each.request_id: answer(each.token_ids[:2], each.sampling) for each in requests}
-    assert policy.num_rested > 20 and executor.num_ahead > 10
+    assert policy.num_paused > 20 and executor.num_ahead > 10
     assert loop.stats()["num_accepted_tokens"] > 0
     drafting.close()
 
 
 def test_the_policy_hears_of_steps_in_whose_time_a_source_reads():
-    """The source begins to read at the end of the third step, while the fourth one runs."""
-    config, policy, heard = Config(batch_size=1, max_num_batched_tokens=32), Restless(1.0), []
-    source = LookupDrafts("mtp", lambda arrival: Counting())
-    source.keep = lambda rows, slots, policy: len(heard) == 2
-    policy.rest = lambda seconds, rows, is_usual, **more: heard.append(is_usual)
-    drafting = DraftingExecutor(Ahead(), 3, source, policy)
+    """The proposer begins to read at the end of the third step, while the fourth one runs."""
+    config, policy, heard = Config(batch_size=1, max_num_batched_tokens=32), RandomPauses(1.0), []
+    proposer = LookupProposer("mtp", lambda arrival: Counting())
+    proposer.after_plain_step = lambda rows, requests, policy: len(heard) == 2
+    policy.observe_pause = lambda seconds, rows, is_usual, **more: heard.append(is_usual)
+    drafting = SpeculativeExecutor(Ahead(), 3, proposer, policy)
     loop = EngineLoop(drafting, 64, config)
     loop.add(Request("0", [50, 51], 2, Sampling(8)))
     while not loop.is_idle:
@@ -283,7 +283,7 @@ def answers_of(executor, config):
 
 def test_without_a_method_the_executor_stays_as_it_is():
     executor = CountingExecutor()
-    assert with_drafts(executor, Config()) is executor
-    drafting = with_drafts(executor, Config(speculate_method="ngram", speculate_max_draft_token_num=2))
+    assert with_speculation(executor, Config()) is executor
+    drafting = with_speculation(executor, Config(speculate_method="ngram", speculate_max_draft_token_num=2))
     assert (drafting.max_drafts, drafting.runs_ahead) == (2, True)
     drafting.close()

@@ -13,8 +13,8 @@ from engine.core.cache_groups import STATE
 from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.errors import ConfigError
-from engine.executors import make_executor, make_mtp_source
-from engine.executors.speculation.executor import with_drafts
+from engine.executors import make_executor, make_mtp_proposer
+from engine.executors.speculation.executor import with_speculation
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
@@ -72,10 +72,10 @@ def check_drafts(exported: Path, config: Config, golden: Path, draft_ids: np.nda
     """Check the drafts and their log-probabilities. The prompts are computed in chunks of 24 tokens, and then once more
     with what the prefix cache has of them. `draft_ids` are the tokens of a head that has only some."""
     executor = make_executor(exported, replace(BASE, mp_num=config.mp_num))
-    source = make_mtp_source(executor, Manifest.read(exported), config)
-    drafting = with_drafts(executor, config, None, source)
+    proposer = make_mtp_proposer(executor, Manifest.read(exported), config)
+    drafting = with_speculation(executor, config, None, proposer)
     drafting.allocate(60)
-    layer, found = source._model._graph, []
+    layer, found = proposer._model._graph, []
     compute = layer.run
     layer.run = lambda inputs: [outputs := compute(inputs), found.append(outputs[LOGITS].copy())][0]
     with np.load(golden) as known:
@@ -130,8 +130,8 @@ def check_layer_answers(graph_dir, case, drafting):
     executor = make_executor(exported, config)
     executor.allocate(400)
     expected, _ = run(executor, config, 400)
-    source = make_mtp_source(executor, Manifest.read(exported), drafting)
-    executor = with_drafts(executor, drafting, None, source)
+    proposer = make_mtp_proposer(executor, Manifest.read(exported), drafting)
+    executor = with_speculation(executor, drafting, None, proposer)
     stats = check_answers(executor, (drafting, num_blocks), expected, is_right)
     assert stats[f"num_drafted_tokens/{drafting.speculate_method}/1"] > 0
 
@@ -149,8 +149,8 @@ def test_the_executor_of_the_settings_drafts(graph_dir):
 
 def test_the_next_turn_is_drafted_for_although_the_last_states_of_the_turn_before_were_never_read(graph_dir):
     executor = make_executor(graph_dir("glm4_moe", True), BASE)
-    source = make_mtp_source(executor, Manifest.read(graph_dir("glm4_moe", True)), DRAFTING)
-    drafting = with_drafts(executor, DRAFTING, None, source)
+    proposer = make_mtp_proposer(executor, Manifest.read(graph_dir("glm4_moe", True)), DRAFTING)
+    drafting = with_speculation(executor, DRAFTING, None, proposer)
     drafting.allocate(60)
     loop, token_ids = EngineLoop(drafting, 60, DRAFTING), list(range(40))
     for _ in range(2):
@@ -167,9 +167,9 @@ def test_the_next_turn_is_drafted_for_although_the_last_states_of_the_turn_befor
 
 def test_prompts_are_not_read_while_reading_costs_more_than_drafts_save(graph_dir):
     executor = make_executor(graph_dir("glm4_moe", True), BASE)
-    source = make_mtp_source(executor, Manifest.read(graph_dir("glm4_moe", True)), DRAFTING)
-    source._costs.may_read = lambda num_tokens, step_s: False
-    drafting = with_drafts(executor, DRAFTING, None, source)
+    proposer = make_mtp_proposer(executor, Manifest.read(graph_dir("glm4_moe", True)), DRAFTING)
+    proposer._costs.may_read = lambda num_tokens, step_s: False
+    drafting = with_speculation(executor, DRAFTING, None, proposer)
     drafting.allocate(60)
     loop = EngineLoop(drafting, 60, DRAFTING)
     for length, drafts_any in ((70, False), (5, True)):
@@ -183,7 +183,7 @@ def test_prompts_are_not_read_while_reading_costs_more_than_drafts_save(graph_di
 def test_tables_are_shared_with_the_model_unless_the_layer_has_its_own(graph_dir, tmp_path):
     model = Manifest.read(graph_dir("glm4_moe"))
     executor = make_executor(graph_dir("glm4_moe"), BASE)
-    program = make_mtp_source(executor, model, DRAFTING)._model._graph.program
+    program = make_mtp_proposer(executor, model, DRAFTING)._model._graph.program
     tables = {"embed_tokens.weight", "lm_head.weight"}
     for name in tables:
         assert program._held[name][1] is executor._program._held[name][1]

@@ -2,7 +2,7 @@
 
 from benchmarks.speculation import MIN_SOURCE_BYTES, SOURCES, code_edit
 from engine.core.types import Arrival, Sampling
-from engine.executors.speculation.executor import with_drafts
+from engine.executors.speculation.executor import with_speculation
 from engine.executors.speculation.ngram import NgramDrafter
 from engine.executors.speculation.suffix import RecentAnswers, SuffixDrafter
 from engine.settings.config import Config
@@ -91,7 +91,7 @@ def test_the_engine_drafts_an_answer_again_for_its_owner_only():
     from engine.core.types import Request
 
     config = Config(speculate_method="suffix", batch_size=1, max_num_batched_tokens=16)
-    loop = EngineLoop(with_drafts(CountingExecutor(64, 4), config), 64, config)
+    loop = EngineLoop(with_speculation(CountingExecutor(64, 4), config), 64, config)
 
     def num_accepted(owner, salt=""):
         before = loop.stats()["num_accepted_tokens"]

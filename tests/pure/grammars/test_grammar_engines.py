@@ -91,7 +91,7 @@ def test_ranks_and_drafts_change_no_token_of_structured_output(exported, monkeyp
     assert answers_of(exported("qwen2", block_size=16), speculate_method="ngram")[0] == one
     draft = {"speculate_method": "draft", "speculate_model_path": str(exported("qwen2", block_size=16))}
     with monkeypatch.context() as patch:
-        patch.setattr("engine.executors.DraftPolicy", lambda: None)  # everything is drafted, whatever it costs
+        patch.setattr("engine.executors.DraftPolicy", lambda _: None)  # everything is drafted, whatever it costs
         assert answers_with_drafts("num_accepted_tokens/draft/1", exported("qwen2", block_size=16), **draft) == one
     two = exported("qwen2", block_size=16, num_ranks=2)
     assert answers_of(two, mp_num=2, cpu_threads=1)[0] == one
@@ -102,7 +102,7 @@ def test_the_mtp_layer_of_two_ranks_changes_no_token_of_structured_output(tmp_pa
     export(checkpoint, tmp_path / "out", ExportOptions(block_size=16, mtp=True, num_ranks=2))
     settings = {"vocab_size": 320, "mp_num": 2, "cpu_threads": 1}
     expected, _ = answers_of(tmp_path / "out", **settings)
-    monkeypatch.setattr("engine.executors.DraftPolicy", lambda: None)
+    monkeypatch.setattr("engine.executors.DraftPolicy", lambda _: None)
     drafts = settings | {"speculate_method": "mtp"}
     assert answers_with_drafts("num_drafted_tokens/mtp/1", tmp_path / "out", **drafts) == expected
 

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.errors import InvalidRequest
-from engine.executors import make_executor, make_mtp_source
+from engine.executors import make_executor, make_mtp_proposer
 from engine.executors.cpu.vision_encoder import CpuVisionEncoder
-from engine.executors.speculation.executor import with_drafts
+from engine.executors.speculation.executor import with_speculation
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
@@ -231,7 +231,7 @@ def test_pixels_that_are_no_image_of_the_grid_are_refused(exported):
 def test_drafts_and_several_answers_to_an_image_change_no_token(exported):
     expected = golden("qwen2_5_vl")["tokens_3"].tolist()
     config = Config(**SETTINGS, speculate_method="ngram", speculate_max_ngram_size=1)
-    executor = with_drafts(make_executor(exported("qwen2_5_vl"), Config(**SETTINGS)), config)
+    executor = with_speculation(make_executor(exported("qwen2_5_vl"), Config(**SETTINGS)), config)
     request = a_request("qwen2_5_vl", 3)
     request.forks = [
         Request(f"3 {n}", list(request.token_ids), request.prompt_len, request.sampling, spans=request.spans)
@@ -262,7 +262,7 @@ def test_drafts_of_a_layer_that_sees_no_images_change_no_token(method, checkpoin
     export(model, out, ExportOptions(**options))
     executor = make_executor(out, Config(**SETTINGS))
     config = Config(**SETTINGS, speculate_method=method, speculate_max_draft_token_num=2)
-    executor = with_drafts(executor, config, None, make_mtp_source(executor, Manifest.read(out), config))
+    executor = with_speculation(executor, config, None, make_mtp_proposer(executor, Manifest.read(out), config))
     loop = a_loop(executor)
     found = answers_of(loop, [a_request("qwen3_5", number) for number in range(len(PROMPTS))])
     expected = golden("qwen3_5")

@@ -10,7 +10,7 @@ import pytest
 from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
-from engine.executors.speculation.executor import with_drafts
+from engine.executors.speculation.executor import with_speculation
 from engine.exporting.export import ExportOptions, export
 from engine.ops import cpu, reference
 from engine.settings.config import Config
@@ -103,7 +103,7 @@ def test_tokens_are_those_of_transformers_in_the_engine(family, exported):
     for num_blocks, method in ((150, "none"), (150, "ngram"), (FEW_BLOCKS.get(family, 20), "none")):
         config = Config(batch_size=8, max_num_batched_tokens=24, speculate_method=method, block_ratio=0.99)
         executor.allocate(num_blocks * num_groups)
-        loop = EngineLoop(with_drafts(executor, config), num_blocks * num_groups, config)
+        loop = EngineLoop(with_speculation(executor, config), num_blocks * num_groups, config)
         assert generate(loop, list(prompts)) == list(answers)
         if num_blocks > 100:
             assert generate(loop, list(prompts)) == list(answers)
