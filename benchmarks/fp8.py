@@ -204,21 +204,22 @@ def read_bandwidth() -> float:
 
 def compile_all() -> None:
     """Compile all kernels on all cores before they are checked and timed."""
-    compiler = KernelCompiler(torch.device("cuda", 0), lambda text: None)
+    KernelCompiler(torch.device("cuda", 0), lambda text: None).compile_missing(run_all)
+
+
+def run_all() -> None:
     sizes = [(num_rows, *shape) for num_rows in ROWS for shape in SHAPES.values()]
-    with compiler.recording():
-        for is_blocked in (False, True):
-            for num_rows, columns, width in [*sizes, *CHECKED]:
-                weights = matrix(columns, width, is_blocked=is_blocked)
-                x = torch.randn(num_rows, width, device="cuda").bfloat16()
-                rows, out = quantize(x, is_blocked=is_blocked), x.new_empty(num_rows, columns)
-                if (num_rows, columns, width) in CHECKED:
-                    for tile in ALL:
-                        gemm(rows, weights, out, tile)
-                else:
-                    for _, run in candidates(num_rows, is_blocked=is_blocked):
-                        run(x, rows, weights, out)
-    compiler.compile()
+    for is_blocked in (False, True):
+        for num_rows, columns, width in [*sizes, *CHECKED]:
+            weights = matrix(columns, width, is_blocked=is_blocked)
+            x = torch.randn(num_rows, width, device="cuda").bfloat16()
+            rows, out = quantize(x, is_blocked=is_blocked), x.new_empty(num_rows, columns)
+            if (num_rows, columns, width) in CHECKED:
+                for tile in ALL:
+                    gemm(rows, weights, out, tile)
+            else:
+                for _, run in candidates(num_rows, is_blocked=is_blocked):
+                    run(x, rows, weights, out)
 
 
 def main() -> None:

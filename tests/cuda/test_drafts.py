@@ -180,8 +180,8 @@ def capturing(device, monkeypatch):
     if device.type == "cuda":
         return
     create = DraftRunGraphs.__init__
-    monkeypatch.setattr(DraftRunGraphs, "_graph_of", lambda graphs, run, pool: Replayed(run))
-    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: (0, 0))
+    fake = "engine.executors.cuda.graph_capture.GraphCapture"
+    monkeypatch.setattr(fake, lambda device: lambda run: (Replayed(run), None))
 
     def with_shapes(graphs, runs, config, sizes, device):
         create(graphs, runs, config, sizes, device)
@@ -210,7 +210,7 @@ def test_replayed_runs_draft_what_launched_ones_do(method, family, models, devic
         model = proposer_of(executor, graph_dir, config, draft_dir)._model
         model.allocate(24)
         if use_cudagraph:
-            model._graph._graphs.capture(24, lambda run: None)
+            model._graph._graphs.capture(24)
         for cache in model._graph._caches.tensors.values():
             cache.zero_()  # the rows below leave gaps
         model.place(placed([0, 1, 2, 3], 40, 6))

@@ -26,31 +26,31 @@ log = logging.getLogger(__name__)
 
 
 class KernelCompiler:
-    """Collects the kernels that are missing while steps run in `recording`, then compiles them."""
+    """Collects the kernels that are missing while steps run, then compiles them."""
 
     def __init__(self, device: torch.device, report: Report):
         self._device, self._report = device, report
         self._missing: dict[tuple[int, str], tuple[Any, str]] = {}  # function and its specialization
         triton.knobs.runtime.jit_post_compile_hook = None  # removes the hook of an earlier executor
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Skip launches of kernels that are not compiled yet, and record them.
+    def compile_missing(self, run: Callable[[], object]) -> None:
+        """Compile the kernels that `run` launches, on all cores.
 
-        The memory that such a kernel would have written is undefined, so the results of these steps must be discarded.
-        Only indices are zeros (`launch.new_indices`).
+        `run` is called without those that are not compiled yet. The memory that such a kernel would have written is
+        undefined, so the results must be discarded. Only indices are zeros (`launch.new_indices`).
         """
 
-        def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        def add(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
             self._missing[id(fn.jit_function), key] = fn.jit_function, compile["specialization_data"]
             return True
 
-        with _hook("jit_cache_hook", note), launch.recording():
-            yield
+        with _hook("jit_cache_hook", add), launch.recording():
+            run()
         torch.cuda.synchronize(self._device)
+        self._compile()
 
-    def compile(self) -> None:
-        """Compile the recorded kernels on all cores and report the progress."""
+    def _compile(self) -> None:
+        """Compile the collected kernels and report the progress."""
         total, started = len(self._missing), time.monotonic()
         if not total:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -94,8 +94,8 @@ class CudaDraftGraph:
         self._caches.allocate(num_blocks)
         self._runs.set_caches(self._caches.tensors)
         if self._compiler:
-            self._compile(self._warm_up)
-            self._graphs.capture(self._caches.null_block, self._compile)
+            self._compiler.compile_missing(self._warm_up)
+            self._graphs.capture(self._caches.null_block, self._compiler)
             self._warm_up()
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -136,13 +136,6 @@ class CudaDraftGraph:
         self._graphs.launch(fields_of(sampling) | inputs, depth)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _compile(self, run: Callable[[], object]) -> None:
-        """Compile the kernels that `run` would launch."""
-        assert self._compiler
-        with self._compiler.recording():
-            run()
-        self._compiler.compile()
 
 
 def rows_of(rows: Sequence[Row], first_long: int) -> np.ndarray:

@@ -5,7 +5,7 @@ runs one of the first step and one of a further step, which is replayed for each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE
+from engine.executors.cuda.compilation import KernelCompiler
+from engine.executors.cuda.graph_capture import GraphCapture, capture_graphs
 from engine.executors.cuda.host_transfers import IN_FLIGHT, Uploads
 from engine.executors.cuda.program import CudaProgram
 from engine.executors.cuda.sampling import ALWAYS
@@ -21,6 +23,7 @@ from engine.executors.cuda.step_shapes import (
     Arrays,
     Shape,
     decode_shapes,
+    num_packed,
     pad_table,
     padded_inputs,
     padding_step,
@@ -172,25 +175,26 @@ class DraftRunGraphs:
         for _ in range(depth - 1):
             captured.following[mode].replay()
 
-    def capture(self, null_block: int, compile_missing: Callable[[Callable[[], object]], None]) -> None:
-        """Capture all graphs for the caches that are allocated now. `compile_missing` compiles the kernels that a
-        function would launch."""
+    def capture(self, null_block: int, compiler: KernelCompiler | None = None) -> None:
+        """Capture all graphs for the caches that are allocated now. `compiler` compiles their kernels first."""
         self.null_block = null_block
         if not self._shapes:
             return
         steps = {shape: empty_run(shape, self._runs.states is not None) for shape in reversed(self._shapes)}
         num_rows = max(shape.num_requests for shape in steps)
         width = max(self._sizes.max_blocks + 1, -(-self._shapes[-1].num_tokens // MIN_BLOCK_SIZE))
-        self._tables = torch.full((num_rows, width), null_block, dtype=torch.int32, device=self._device)
-        num_numbers = max(sum([array.nbytes // 4 for array in step.values()]) for step in steps.values())
-        buffers = partial(StepBuffers, IN_FLIGHT, num_numbers + self._tables.numel(), 1, self._device)
-        self._buffers = buffers()  # discarded: buffers count steps, and these may not be launched
-        compile_missing(lambda: [self._record(shape, step, None) for shape, step in steps.items()])
-        self._buffers, pool = buffers(), torch.cuda.graph_pool_handle()
-        self._captured = {shape: self._record(shape, step, pool) for shape, step in steps.items()}
+        tables = torch.full((num_rows, width), null_block, dtype=torch.int32, device=self._device)
+        self._tables, num_numbers = tables, max(map(num_packed, steps.values())) + tables.numel()
 
-    def _record(self, shape: Shape, step: Arrays, pool: tuple[int, int] | None) -> CapturedRun:
-        """Capture the steps of one shape. Without a `pool`, launch each once and capture nothing."""
+        def record(capture: GraphCapture) -> dict[Shape, CapturedRun]:
+            # Buffers count steps, and those of a dry run may not be launched.
+            self._buffers = StepBuffers(IN_FLIGHT, num_numbers, 1, self._device)
+            return {shape: self._record(shape, step, capture) for shape, step in steps.items()}
+
+        self._captured = capture_graphs(record, self._device, compiler)
+
+    def _record(self, shape: Shape, step: Arrays, capture: GraphCapture) -> CapturedRun:
+        """Capture the steps of one shape."""
         assert self._tables is not None
         tables, parts, buffers = self._tables[: shape.num_requests], padded_inputs({}, step), self._buffers
         numbers = torch.from_numpy(np.concatenate(parts)).to(self._device)
@@ -209,20 +213,11 @@ class DraftRunGraphs:
         captured = CapturedRun(sent, step, {}, {}, {})
         for mode in DRAFT_MODES:
             buffers.write(parts, no_tables)
-            captured.first[mode] = self._graph_of(partial(first, mode), pool)
-            captured.following[mode] = self._graph_of(partial(self._runs.following, sent, mode), pool)
+            captured.first[mode], _ = capture(partial(first, mode))
+            captured.following[mode], _ = capture(partial(self._runs.following, sent, mode))
             buffers.write(parts, no_tables)
-            captured.whole[mode] = self._graph_of(partial(whole, mode), pool)
+            captured.whole[mode], _ = capture(partial(whole, mode))
         return captured
-
-    def _graph_of(self, run: Callable[[], object], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
-        run()  # the first call lets libraries initialize
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._device)
-        if pool is not None:
-            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
-                run()
-        return graph
 
     def clear(self) -> None:
         self._captured, self._tables = {}, None

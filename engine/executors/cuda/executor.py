@@ -218,10 +218,12 @@ class CudaExecutor:
             num_groups=len(self.cache_groups),
         )
         started, fresh_lengths = time.monotonic(), self._fresh_lengths()
-        with self._compiler.recording():
-            for batch in warm_up_batches(limits, fresh_lengths[:1]):
+        self._compiler.compile_missing(
+            lambda: [
                 self._run_alone(batch, wait=lambda step: torch.cuda.synchronize(self._device))
-        self._compiler.compile()
+                for batch in warm_up_batches(limits, fresh_lengths[:1])
+            ]
+        )
         for batch in warm_up_batches(limits, fresh_lengths):
             self._run_alone(batch, wait=CudaStep.result)
         if self.vision:

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.core.cache_groups import table_name
 from engine.executors.cuda.cache import MIN_BLOCK_SIZE
 from engine.executors.cuda.compilation import KernelCompiler
+from engine.executors.cuda.graph_capture import GraphCapture, capture_graphs
 from engine.executors.cuda.host_transfers import IN_FLIGHT
 from engine.executors.cuda.program import GROUPS, NUM_LOGITS, NUM_TOKENS, Inputs, Outputs
 from engine.executors.cuda.step_shapes import (
@@ -32,6 +33,7 @@ from engine.executors.cuda.step_shapes import (
     Arrays,
     Shape,
     decode_shapes,
+    num_packed,
     pad_table,
     padded_inputs,
     padding_step,
@@ -50,8 +52,6 @@ from engine.settings.config import Config
 log = logging.getLogger(__name__)
 
 Run = Callable[[Inputs], Outputs]
-Result = TypeVar("Result")
-Pool = tuple[int, int]  # id of the memory pool that captured graphs share
 Kind = tuple[Shape, bool]  # shape, and whether the step has adapters
 
 
@@ -174,40 +174,21 @@ class StepGraphs:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
         ways = (False, True) if self._optional.of_adapters else (False,)
-        kinds = [(shape, is_adapted) for shape in shapes for is_adapted in ways]
-        steps = {kind: self._padding_step(*kind) for kind in kinds}
+        steps = {(shape, way): self._padding_step(shape, way) for shape in shapes for way in ways}
         num_rows = max(shape.num_requests for shape in shapes) * len(self._table_names)
         most = max((shape.num_logits for shape in shapes if shape.samples_all), default=1)
-        tables = torch.full(
-            (num_rows, self._width), null_block, dtype=torch.int32, device=self._device
-        )  # shared by all shapes
-        self._tables = tables
-        num_numbers = max(sum([array.nbytes // 4 for array in step.values()]) for step in steps.values())
-        buffers = partial(StepBuffers, IN_FLIGHT, num_numbers + tables.numel(), most, self._device)
-        if compiler:
-            self._buffers = buffers()  # discarded: buffers count steps, and these are not launched
-            with compiler.recording():
-                self._record_all(run, steps, tables, sampled, None)
-            compiler.compile()
-        self._buffers = buffers()
-        self._captured = self._record_all(run, steps, tables, sampled, torch.cuda.graph_pool_handle())
+        tables = torch.full((num_rows, self._width), null_block, dtype=torch.int32, device=self._device)
+        self._tables = tables  # shared by all shapes
+        num_numbers = max(map(num_packed, steps.values())) + tables.numel()
+
+        def record(capture: GraphCapture) -> dict[Kind, Captured]:
+            # Buffers count steps, and those of a dry run are not launched.
+            self._buffers = StepBuffers(IN_FLIGHT, num_numbers, most, self._device)
+            return {kind: self._record(kind[0], step, run, sampled, capture) for kind, step in steps.items()}
+
+        self._captured = capture_graphs(record, self._device, compiler)
         used, seconds = free - torch.cuda.mem_get_info(self._device)[0], time.monotonic() - started
         log.info("CUDA graphs of %d steps captured in %.1f s, %.2f GB", len(self._captured), seconds, used / 1e9)
-
-    def _record_all(
-        self, run: Run, steps: Mapping[Kind, Arrays], tables: Tensor, sampled: SampledTokens | None, pool: Pool | None
-    ) -> dict[Kind, Captured]:
-        """Capture all steps and the sampling of decode steps. Without a `pool`, launch each once and capture
-        nothing."""
-        all_captured = {}
-        for (shape, is_adapted), step in steps.items():
-            captured = self._record(
-                run, step, tables[: shape.num_requests * len(self._table_names)], pool, shape.usual_tokens
-            )
-            if sampled and shape.samples_all:
-                captured = captured._replace(choices=self._record_choices(captured, sampled, pool))
-            all_captured[shape, is_adapted] = captured
-        return all_captured
 
     def _padding_step(self, shape: Shape, is_adapted: bool) -> Arrays:
         _, of_adapters, spans, has_counts = self._optional
@@ -223,17 +204,22 @@ class StepGraphs:
             inputs |= dict.fromkeys((NUM_TOKENS, NUM_LOGITS), np.zeros(1, np.int32))
         return inputs
 
-    def _record(self, run: Run, step: Arrays, tables: Tensor, pool: Pool | None, usual_tokens: int) -> Captured:
+    def _record(
+        self, shape: Shape, step: Arrays, run: Run, sampled: SampledTokens | None, capture: GraphCapture
+    ) -> Captured:
+        """Capture one step, and the sampling of its tokens where each of them gives logits."""
+        assert self._tables is not None
+        tables = self._tables[: shape.num_requests * len(self._table_names)]
         buffers, parts = self._buffers, padded_inputs({}, step)
         numbers = torch.from_numpy(np.concatenate(parts)).to(self._device)
         static_inputs = unpack_inputs(numbers, step)
         inputs: dict[str, Tensor | KnownStarts | None] = {
             name: tensor for name, tensor in static_inputs.items() if name not in CHOICE
         }
-        if CHOICE[0] in static_inputs:  # each token gives logits
+        if shape.samples_all:
             inputs["logit_rows"] = None
-        if usual_tokens:
-            inputs["query_starts"] = KnownStarts(static_inputs["query_starts"], usual_tokens=usual_tokens)
+        if shape.usual_tokens:
+            inputs["query_starts"] = KnownStarts(static_inputs["query_starts"], usual_tokens=shape.usual_tokens)
         by_group = tables.chunk(len(self._table_names))
         inputs.update(zip(self._table_names, by_group, strict=True))
 
@@ -241,29 +227,16 @@ class StepGraphs:
             buffers.load(numbers, tables)
             return run(inputs)
 
-        buffers.write(parts, self._stack_tables([np.empty((0, 1), np.int32)] * len(by_group), len(by_group[0])))
-        graph, outputs = self._graph_of(run_loaded, pool)
-        return Captured(graph, static_inputs, step, outputs, {})
-
-    def _record_choices(
-        self, captured: Captured, sampled: SampledTokens, pool: Pool | None
-    ) -> dict[SamplingMode, torch.cuda.CUDAGraph]:
-        buffers, inputs = self._buffers, captured.static_inputs
-
         def choose(mode: SamplingMode) -> None:
-            token_ids = sample(captured.outputs.logits, inputs, mode)["token_ids"]
-            buffers.store(token_ids, inputs["slots"], *sampled)
+            assert sampled
+            token_ids = sample(outputs.logits, static_inputs, mode)["token_ids"]
+            buffers.store(token_ids, static_inputs["slots"], *sampled)
 
-        return {mode: self._graph_of(partial(choose, mode), pool)[0] for mode in ALL_MODES}
-
-    def _graph_of(self, run: Callable[[], Result], pool: Pool | None) -> tuple[torch.cuda.CUDAGraph, Result]:
-        result, graph = run(), torch.cuda.CUDAGraph()  # the first call lets libraries initialize
-        torch.cuda.synchronize(self._device)
-        if pool is None:
-            return graph, result
-        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # NCCL has a thread of its own
-            result = run()
-        return graph, result
+        buffers.write(parts, self._stack_tables([np.empty((0, 1), np.int32)] * len(by_group), len(by_group[0])))
+        graph, outputs = capture(run_loaded)
+        modes = ALL_MODES if sampled and shape.samples_all else ()
+        choices = {mode: capture(partial(choose, mode))[0] for mode in modes}
+        return Captured(graph, static_inputs, step, outputs, choices)
 
     def _stack_tables(self, tables: Sequence[np.ndarray], num_requests: int, num_padding: int = 0) -> np.ndarray:
         """Return the block tables of all groups, one below the other, each padded to `num_requests` rows and to the

@@ -89,6 +89,11 @@ def padded_inputs(inputs: Arrays, empty: Arrays) -> list[np.ndarray]:
     return parts
 
 
+def num_packed(step: Arrays) -> int:
+    """Return the length of the arrays of `padded_inputs` together."""
+    return sum([array.nbytes // 4 for array in step.values()])
+
+
 def pad_table(table: np.ndarray, shape: tuple[int, int], value: int) -> np.ndarray:
     """Return the table with rows and columns of `value` behind its own, i32 of this shape. It takes a tenth of the time
     of np.pad."""
