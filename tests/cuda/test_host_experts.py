@@ -40,7 +40,7 @@ def offloaded(whole, on_host):
     kept = len(parts) - on_host
     on_device = torch.cat([parts[0][:0], *parts[:kept]])
     others = [part.cpu().pin_memory() if part.is_cuda else part.clone() for part in parts[kept:]]
-    return OffloadedMatrix(on_device, others, range(NUM_EXPERTS)), on_device
+    return OffloadedMatrix(on_device, others, range(NUM_EXPERTS))
 
 
 @pytest.mark.usefixtures("products_are_chains_of_sums")
@@ -52,8 +52,9 @@ def test_products_have_the_same_bits_wherever_experts_are(device, kind):
     layers = [
         [packed(kind, stacked(kind, rng, NUM_EXPERTS, *shape), device, dtype) for shape in SHAPES] for _ in range(2)
     ]
-    split = [offloaded(arrays[0], on_host) for layer, on_host in zip(layers, (2, 5), strict=True) for arrays in layer]
-    matrices = [matrix for matrix, _ in split]
+    matrices = [
+        offloaded(arrays[0], on_host) for layer, on_host in zip(layers, (2, 5), strict=True) for arrays in layer
+    ]
     stage = Stage(matrices, torch.device(device))
     for num_rows, top_k in ((1, 3), (IN_PLACE, 2), (IN_PLACE + 1, 2), (1, 2), (IN_PLACE + 2, 1)):
         chosen = np.argsort(rng.random((num_rows, NUM_EXPERTS)), axis=1)[:, :top_k].astype(np.int32)
@@ -62,7 +63,7 @@ def test_products_have_the_same_bits_wherever_experts_are(device, kind):
         weights = tensor(floats(rng, num_rows, top_k), device)
         for ops in (cuda, invariant) if hasattr(invariant, names[0]) else (cuda,):
             for number, layer in enumerate(layers):
-                own = [[parts, *arrays[1:]] for (_, parts), arrays in zip(split[2 * number :], layer, strict=False)]
+                own = [[matrix, *arrays[1:]] for matrix, arrays in zip(matrices[2 * number :], layer, strict=False)]
                 found = []
                 for gate_up, down in (layer, own):
                     ids = tensor(chosen, device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,21 +37,22 @@ class HostExperts:
         self._num_bytes, self._device, self._num_steps = num_bytes, device, 0
         self._usage = self._counted = np.zeros((1, 1), np.int64)  # recent choices, and `counts` when they were read
 
-    def load(self, graph: Graph, load: Load) -> dict[str, Tensor]:
-        """Return the parameters of the graph. `load` loads those of a part of it to the device. Raises ConfigError if
-        the host's part is less than an expert."""
+    def load(self, graph: Graph, load: Load) -> dict[str, Any]:
+        """Return the parameters of the graph, see `engine.executors.cuda.program.Params`. `load` loads those of a part
+        of it to the device. Raises ConfigError if the host's part is less than an expert."""
         stacks, sizes = expert_stacks(graph), expert_sizes(graph)
         counts, memory = sizes.numbers_on_host(self._num_bytes), _PinnedMemory(self._num_bytes, self._device)
-        params = load(weights.without(graph, {name for stack in stacks for name in stack}))
+        params: dict[str, Any] = load(weights.without(graph, {name for stack in stacks for name in stack}))
         self.matrices: list[OffloadedMatrix] = []
         for index, stack in enumerate(stacks):  # one at a time, because all together may not fit on the device
             params |= load(weights.without(graph, graph.parameters.keys() - stack))
             if count := counts[index // 2]:
                 parts = params[stack[0]].chunk(sizes.num_experts)
                 kept = len(parts) - count
-                params[stack[0]] = torch.cat([parts[0][:0], *parts[:kept]])
+                on_device = torch.cat([parts[0][:0], *parts[:kept]])
                 on_host = [memory.keep(part) for part in parts[kept:]]
-                self.matrices.append(OffloadedMatrix(params[stack[0]], on_host, range(len(parts))))
+                params[stack[0]] = matrix = OffloadedMatrix(on_device, on_host, range(len(parts)))
+                self.matrices.append(matrix)
         self._stage = Stage(self.matrices, self._device)
         self._layers = [index for index, count in enumerate(counts) if count]
         num_bytes, total = sum(matrix.host_bytes for matrix in self.matrices), sizes.num_layers * sizes.num_experts

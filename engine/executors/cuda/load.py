@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from engine import graph as graphs
 from engine.errors import ConfigError
 from engine.executors.cuda import weights
 from engine.executors.cuda.host_experts import HostExperts
-from engine.executors.cuda.program import CudaProgram, check_ops
+from engine.executors.cuda.program import CudaProgram, Params, check_ops
 from engine.executors.expert_placement import Orders, reorder_experts
 from engine.exporting.manifest import GraphManifest
 from engine.models.constants import constants_of
 
 log = logging.getLogger(__name__)
-NO_PARAMS: Mapping[str, Tensor] = MappingProxyType({})
+NO_PARAMS: Params = MappingProxyType({})
 
 
 class RankFiles(NamedTuple):
@@ -38,7 +36,7 @@ def load_program(
     files: RankFiles,
     device: torch.device,
     ops: ModuleType,
-    shared: Mapping[str, Tensor] = NO_PARAMS,
+    shared: Params = NO_PARAMS,
     host_experts: HostExperts | None = None,
 ) -> CudaProgram:
     """Load a graph of one rank. Parameters of another graph that are `shared` are taken from there.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from engine.ops.cuda.vision import QueryTiles
 GROUPS, LOGIT_GROUPS = "groups", "logit_groups"  # inputs described in `engine.ops.cuda.adapters`
 NUM_TOKENS, NUM_LOGITS = "num_tokens", "num_logits"  # inputs i32 [1]: how many rows of a step are no padding
 OF_TOKENS, OF_LOGITS, OF_NUM_TOKENS, OF_NUM_LOGITS = -1, -2, -3, -4  # their value ids
+Params = Mapping[str, Any]  # a Tensor by name, or an OffloadedMatrix for experts of which a part is on the host
 # by name; KnownStarts of query_starts inform attention, and logit_rows=None requests the outputs of all rows
 Inputs = Mapping[str, Tensor | KnownStarts | QueryTiles | None]
 
@@ -54,9 +55,7 @@ class CudaProgram:
     are two more inputs, GROUPS and LOGIT_GROUPS.
     """
 
-    def __init__(
-        self, graph: Graph, params: Mapping[str, Tensor], ops: ModuleType, layers: Mapping[str, Layer] | None = None
-    ):
+    def __init__(self, graph: Graph, params: Params, ops: ModuleType, layers: Mapping[str, Layer] | None = None):
         self.graph, self.params = graph, params
         self._params = {value.id: params[name] for name, value in graph.parameters.items()}
         self._inputs = {name: value.id for name, value in graph.inputs.items()}

@@ -20,6 +20,7 @@ from engine.ops.cuda import experts_few, experts_few_packed, experts_fp8, expert
 from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, INT8, MXFP4, combine, grouped
 from engine.ops.cuda.experts_tiles import Tile, num_stages, tile_for
 from engine.ops.cuda.launch import PDL
+from engine.ops.cuda.offloaded_experts import OffloadedMatrix
 from engine.ops.cuda.one_shot_all_reduce import PeerBuffers
 from engine.ops.cuda.routing import are_written, num_experts_of, order_of, set_written
 
@@ -53,13 +54,14 @@ class ExpertWeights(NamedTuple):
     unit: int  # of the table
 
     @classmethod
-    def of(cls, kind: int, arrays: tuple[Tensor | None, ...], topk_ids: Tensor) -> ExpertWeights:
+    def of(cls, kind: int, arrays: tuple[Tensor | OffloadedMatrix | None, ...], topk_ids: Tensor) -> ExpertWeights:
         """Take the arrays in the order of the catalogue. A device without 8-bit floats has bf16 in their place."""
         weight, *others, bias = (*arrays, None) if len(arrays) == (1, 2, 3, 2, 2)[kind] else arrays
-        assert weight is not None
-        offloaded = getattr(weight, "offloaded", None)
-        place = (offloaded.num_rows, offloaded.table_for(topk_ids), offloaded.unit) if offloaded else None
-        place = place or (len(weight), weight, 0)
+        if isinstance(weight, OffloadedMatrix):
+            place, weight = (weight.num_rows, weight.table_for(topk_ids), weight.unit), weight.tensor
+        else:
+            assert weight is not None
+            place = len(weight), weight, 0
         if kind in (FP8, MXFP4) and weight.dim() == 2:
             return cls(DENSE, weight, None, None, bias, *place)
         scale, zero, *_ = (*others, None, None)

@@ -19,21 +19,20 @@ UNIT = 64  # the entries of a table are multiples of so many numbers, if possibl
 
 
 class OffloadedMatrix:
-    """Matrix of all experts of a layer, [E * N, ...]. It is the attribute `offloaded` of the tensor `on_device`, which
-    has the rows of some of the experts.
+    """Matrix of all experts of a layer, [E * N, ...], which ops take in place of a tensor.
 
-    `on_host` are the pinned tensors of the others; `experts` are those of the places on the device, then of the host.
+    `tensor` has the rows of some of the experts on the device, `on_host` are the pinned tensors of the others.
+    `experts` are those of the places on the device, then of the host.
     """
 
-    def __init__(self, on_device: Tensor, on_host: Sequence[Tensor], experts: Sequence[int]):
-        num_rows = len(on_host[0])
+    def __init__(self, tensor: Tensor, on_host: Sequence[Tensor], experts: Sequence[int]):
+        num_rows, self.tensor = len(on_host[0]), tensor
         self.num_rows = num_rows * len(experts)
-        self.on_device = [on_device[start : start + num_rows] for start in range(0, len(on_device), num_rows)]
+        self.on_device = [tensor[start : start + num_rows] for start in range(0, len(tensor), num_rows)]
         self.on_host, self.experts = on_host, list(experts)
         self.expert_bytes, self.host_bytes = on_host[0].nbytes, sum(part.nbytes for part in on_host)
-        self._base, self._item = on_device.data_ptr(), on_device.element_size()
-        self._tables = [torch.empty(len(experts), dtype=torch.int64, device=on_device.device) for _ in range(2)]
-        setattr(on_device, "offloaded", self)  # noqa: B010 - Tensor declares no such attribute
+        self._base, self._item = tensor.data_ptr(), tensor.element_size()
+        self._tables = [torch.empty(len(experts), dtype=torch.int64, device=tensor.device) for _ in range(2)]
 
     def stage_in(self, stage: Stage, index: int) -> None:
         """Become the matrix with this index of the stage."""
