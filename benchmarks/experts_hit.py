@@ -25,7 +25,7 @@ def experts_of(graph: Graph) -> tuple[int, list[str]]:
 def num_hit(executor: Any, step: Callable[[], object], num_experts: int) -> float:
     """Return the mean number of experts of a layer that `step` of a CudaExecutor reads, of its `num_experts`. The step
     is launched op by op."""
-    graphs = executor._graphs
+    graphs = executor.runner.graphs
     captured, graphs._decodes = graphs._decodes, []
     with _recorded(executor) as chosen:
         step()
@@ -44,7 +44,7 @@ def busiest_share(executor: Any) -> float:
 def skew(executor: Any, exponent: float) -> None:
     """Let the router of each layer of a CudaExecutor choose experts about as often as in a Zipf distribution with this
     exponent, by biases of the logits. Call this before steps are captured. The order of experts differs by layer."""
-    program, generator = executor._program, torch.Generator().manual_seed(0)
+    program, generator = executor.runner.program, torch.Generator().manual_seed(0)
     for index, call in enumerate(program._calls):
         if _name(call.run) == "moe_route":
             weight, top_k = program._params[call.inputs[1]], call.run.keywords["top_k"]
@@ -77,7 +77,7 @@ def _biased(run: Callable[..., tuple[Tensor, Tensor]], bias: Tensor, *given: Ten
 @contextmanager
 def _recorded(executor: Any) -> Iterator[list[Tensor]]:
     """Collect the experts that the op `moe_route` chooses."""
-    program, found = executor._program, list[Tensor]()
+    program, found = executor.runner.program, list[Tensor]()
 
     def note(run: Callable[..., tuple[Tensor, Tensor]], *given: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights = run(*given)

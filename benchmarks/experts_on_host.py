@@ -49,8 +49,8 @@ class Routing:
         self.logits = torch.zeros(num_layers, num_experts, device="cuda")
         self.num_hits = torch.zeros(num_layers, num_experts, device="cuda")
         self.num_steps = torch.zeros(1, device="cuda")
-        calls, layers = executor._program._calls, iter(range(num_layers))
-        executor._program._calls = [
+        calls, layers = executor.runner.program._calls, iter(range(num_layers))
+        executor.runner.program._calls = [
             call._replace(run=partial(self._route, next(layers), call.run)) if is_router(call.run) else call
             for call in calls
         ]
@@ -96,11 +96,11 @@ class Bench:
     """A model with a share of its experts on the host, whose experts are chosen at random."""
 
     def __init__(self, executor: CudaExecutor, config: Config):
-        graph = executor._program.graph
+        graph = executor.runner.program.graph
         self.executor, self.config, self.sizes = executor, config, expert_sizes(graph)
         self.routing = Routing(executor, self.sizes.num_layers, self.sizes.num_experts)
-        assert executor._host_experts
-        self.matrices = executor._host_experts.matrices
+        assert executor.runner.host_experts
+        self.matrices = executor.runner.host_experts.matrices
         assert len(self.matrices) == 2 * self.sizes.num_layers, "each layer has experts on the host"
         table = next(value for name, value in graph.parameters.items() if "embed_tokens" in name)
         self.other_bytes = weights.num_bytes(graph) - self.sizes.num_bytes - 2 * table.shape[0] * table.shape[1]
@@ -147,7 +147,7 @@ class Bench:
 
     def copied(self, count: int) -> dict[str, float]:
         """Measure steps that copy what they miss, which need the host between two layers."""
-        usual, graphs = OffloadedMatrix.table_for, self.executor._graphs
+        usual, graphs = OffloadedMatrix.table_for, self.executor.runner.graphs
         captured, graphs._decodes = graphs._decodes, []
         setattr(OffloadedMatrix, "table_for", copied)  # noqa: B010 - mypy refuses to assign to a method
         try:
@@ -226,7 +226,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     sizes = ",".join(map(str, {*args.decode, len(CHECKED)}))
     config = Config(device="gpu", batch_size=max(*args.decode, 8), cudagraph_capture_sizes=sizes)
     usual = CudaExecutor(folder, config, "cuda")
-    num_bytes = expert_sizes(usual._program.graph).num_bytes
+    num_bytes = expert_sizes(usual.runner.program.graph).num_bytes
     expected = answers(usual, config)
     usual.close()
     del usual

@@ -167,13 +167,13 @@ def write_config(name: str, keys: dict[str, Any]) -> Path:
 
 
 def proposer_of(method: str, draft_quant: str, executor: CudaExecutor, config: Config) -> DraftModelProposer:
-    model = Manifest.read(executor.graph_dir)
+    model = Manifest.read(executor.runner.graph_dir)
     if method == "draft":
         sizes = SlotSizes.of(model, config.batch_size)
         return DraftModelProposer(
-            CudaDraftModel.load(exported_draft(draft_quant), executor, config, sizes), model.vocab_size
+            CudaDraftModel.load(exported_draft(draft_quant), executor.runner, config, sizes), model.vocab_size
         )
-    layer = CudaMtpLayer(executor, executor.load_draft_graph(method), config)
+    layer = CudaMtpLayer(executor.runner, executor.load_draft_graph(method), config)
     return MtpProposer(layer, model.vocab_size, method)
 
 
@@ -253,14 +253,14 @@ def graph_ms(executor: CudaExecutor, num_rows: int, num_tokens: int, context: in
     arrays |= {"context_lens": np.full(num_rows, context), "logit_rows": np.arange(total)}
     inputs = {name: each.astype(np.int32) for name, each in arrays.items()} | {"query_starts": starts}
     inputs["block_tables"] = np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
-    shape = executor._graphs.shape_for(inputs)
+    shape = executor.runner.graphs.shape_for(inputs)
     if shape is None:
         return float("inf")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for number in range(25):
         if number == 5:
             begin.record()
-        executor._graphs.replay(inputs, shape)
+        executor.runner.graphs.replay(inputs, shape)
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 20

@@ -82,7 +82,7 @@ def make_draft_model_proposer(
 
         first = _first_rank(executor)
         assert isinstance(first, CudaExecutor)
-        model: DraftModel = CudaDraftModel.load(draft_dir, first, config, sizes)
+        model: DraftModel = CudaDraftModel.load(draft_dir, first.runner, config, sizes)
     else:
         from engine.executors.cpu.draft_model import CpuDraftModel
 
@@ -103,7 +103,7 @@ def make_mtp_proposer(executor: DeviceExecutor, manifest: Manifest, config: Conf
         from engine.executors.cuda.executor import CudaExecutor
 
         assert isinstance(first, CudaExecutor)
-        layer: MtpLayer = CudaMtpLayer(first, draft_graph, config)
+        layer: MtpLayer = CudaMtpLayer(first.runner, draft_graph, config)
     else:
         from engine.executors.cpu.draft_model import CpuMtpLayer
         from engine.executors.cpu.executor import CpuExecutor

@@ -90,10 +90,10 @@ def proposer_of(executor, model_dir, config, draft_dir=None):
     """Return the proposer for the model that `executor` runs, as the settings say."""
     model = Manifest.read(model_dir)
     if draft_dir is None:
-        layer = CudaMtpLayer(executor, executor.load_draft_graph(config.speculate_method), config)
+        layer = CudaMtpLayer(executor.runner, executor.load_draft_graph(config.speculate_method), config)
         return MtpProposer(layer, model.vocab_size, config.speculate_method)
     sizes = SlotSizes.of(model, config.batch_size)
-    return DraftModelProposer(CudaDraftModel.load(draft_dir, executor, config, sizes), model.vocab_size)
+    return DraftModelProposer(CudaDraftModel.load(draft_dir, executor.runner, config, sizes), model.vocab_size)
 
 
 @pytest.mark.parametrize(("method", "family"), LAYERS)
@@ -107,7 +107,7 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(method, family, use_c
     drafting = with_speculation(executor, config, None, proposer)
     drafting.allocate(60)
     model, logits, drafts = proposer._model, [], []
-    compute, wait, ids = model._graph._runs._program, model.wait, np.arange(executor._vocab_size)
+    compute, wait, ids = model._graph._runs._program, model.wait, np.arange(executor._model.vocab_size)
     if (graph_dir / FILE).exists():
         ids = np.load(graph_dir / FILE)
 

@@ -133,7 +133,7 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     rows, shape = STEPS[case]
     executor = CudaExecutor(exported("qwen2"), SETTINGS, device.type)
     executor.allocate(9)
-    caches = executor._caches
+    caches = executor.runner.caches
     generator = torch.Generator(device).manual_seed(0)
     for tensor in caches.tensors.values():
         tensor.normal_(generator=generator)
@@ -148,11 +148,17 @@ def test_a_step_that_is_filled_up_gives_the_same_logits(exported, device, case):
     tables[:, : own.shape[1]] = torch.from_numpy(own).to(device)
     usual_tokens = Shape(*shape).usual_tokens
     known = {"query_starts": KnownStarts(numbers["query_starts"], usual_tokens=usual_tokens)} if usual_tokens else {}
-    found = executor._compute({**numbers, "block_tables": tables, **known}).logits[: len(inputs["logit_rows"])].clone()
+    found = (
+        executor.runner.compute({**numbers, "block_tables": tables, **known})
+        .logits[: len(inputs["logit_rows"])]
+        .clone()
+    )
     written = {name: tensor.clone() for name, tensor in caches.tensors.items()}
     for name, tensor in caches.tensors.items():
         tensor.copy_(before[name])
-    expected = executor._compute({name: torch.from_numpy(each).to(device) for name, each in inputs.items()}).logits
+    expected = executor.runner.compute(
+        {name: torch.from_numpy(each).to(device) for name, each in inputs.items()}
+    ).logits
     assert torch.allclose(found, expected, atol=1e-4)
     for name, tensor in caches.tensors.items():
         assert torch.allclose(written[name][:-1], tensor[:-1], atol=1e-5)

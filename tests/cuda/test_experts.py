@@ -119,7 +119,7 @@ def test_the_skewed_router_of_benchmarks_chooses_about_as_a_zipf_distribution(de
     x /= np.sqrt((x**2).mean(1, keepdims=True))
     call = GraphCall(partial(cuda.moe_route, **{**ROUTE, "top_k": 1}), (0, 1), (2, 3), ())
     program = SimpleNamespace(_calls=[call], _params={1: tensor(weight, device)})
-    skew(SimpleNamespace(_program=program), exponent)
+    skew(SimpleNamespace(runner=SimpleNamespace(program=program)), exponent)
     ids, _ = program._calls[0].run(tensor(x, device), tensor(weight, device), None, None)
     share = np.bincount(array(ids).ravel()).max() / len(x)
     assert abs(share - busiest) < 0.05

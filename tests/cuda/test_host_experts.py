@@ -103,7 +103,7 @@ def test_answers_are_those_of_a_server_with_all_experts_on_the_gpu(exported, dev
         requests = [Request(str(n), list(each), len(each), Sampling(**fields)) for n, each in enumerate(prompts)]
         found.append(answers_of(EngineLoop(executor, NUM_BLOCKS, config), requests))
         if share:
-            matrices = executor._host_experts.matrices
+            matrices = executor.runner.host_experts.matrices
             assert sum(len(each.on_host) for each in matrices) == 2 * int(0.4 * sizes.num_experts * sizes.num_layers)
             assert any(each.experts != sorted(each.experts) for each in matrices)
         executor.close()

@@ -242,7 +242,7 @@ def test_a_first_rank_that_fails_says_why_and_ends_the_others_in_the_middle_of_a
     def fail(inputs):
         raise ValueError("out of luck")
 
-    monkeypatch.setattr(loop.executor._first, "_compute", fail)
+    monkeypatch.setattr(loop.executor.first.runner, "compute", fail)
     with pytest.raises(ValueError, match="out of luck"):
         run_longest_step(loop.executor, RANKS, 200, 8)  # more tokens than a graph that was captured takes
     deadline = time.monotonic() + PATIENCE_S

@@ -266,7 +266,7 @@ def test_answers_of_two_processes_are_those_of_one(model, loop_of, name, shares)
 def test_every_step_of_the_decode_instance_is_a_captured_decode_step(model, loop_of, name, monkeypatch):
     """The first step of an answer is one as well, so that a prompt that arrives does not stall the others."""
     decode, shapes = loop_of(model(name)), []
-    graphs = decode.executor._graphs
+    graphs = decode.executor.runner.graphs
     shape_for = graphs.shape_for
     monkeypatch.setattr(graphs, "shape_for", lambda inputs: shapes.append(shape_for(inputs)) or shapes[-1])
     with Prefill(model(name), decode):

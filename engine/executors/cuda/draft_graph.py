@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.compilation import KernelCompiler
 from engine.executors.cuda.draft_runs import STATE_ROWS, DraftRunGraphs, DraftRuns, DraftSizes, fields_of
 from engine.executors.cuda.load import RankFiles, load_program
+from engine.executors.cuda.model_runner import ModelRunner
 from engine.executors.cuda.program import CudaProgram
 from engine.executors.speculation.draft_model import NUM_KEPT, SHORT, DraftRow
 from engine.executors.speculation.draft_slots import SlotSizes, graph_inputs
@@ -25,9 +26,6 @@ from engine.ops import cuda
 from engine.ops.cuda.drafted_tokens import DraftedTokens
 from engine.ops.sampling_rows import SamplingRows
 from engine.settings.config import Config
-
-if TYPE_CHECKING:
-    from engine.executors.cuda.executor import CudaExecutor
 
 RING = NUM_KEPT + SHORT  # hidden states that are kept of a slot: those not yet read, and those of one more step
 DEPTH = "depth"  # i32 [1]: tokens that a run samples for each row that samples
@@ -46,47 +44,47 @@ class LoadedGraph(NamedTuple):
 class CudaDraftGraph:
     """`DraftGraph` of one GPU. Owns its program, its KV caches and the captured CUDA graphs.
 
-    The drafts of a run stay on the device, in the memory of the executor for them. With several ranks each samples them
-    for itself: all have the same logits.
+    The drafts of a run stay on the device, in the memory of the model runner for them. With several ranks each samples
+    them for itself: all have the same logits.
 
     The graph of a layer also reads hidden states of the model, which every step of the model writes to a memory: row 0
     has zeros, then each slot has a ring of RING rows by position, then come rows for long prompts, which are read at
     once, and one for padding.
     """
 
-    def __init__(self, graph: LoadedGraph, executor: CudaExecutor, config: Config, sizes: SlotSizes):
-        """Take a graph on the device of the target model's executor. `sizes` are those of the target model."""
-        self._device, self._sizes, self.max_seq_len = executor.device, sizes, graph.max_seq_len
+    def __init__(self, graph: LoadedGraph, runner: ModelRunner, config: Config, sizes: SlotSizes):
+        """Take a graph on the device of the target model's runner. `sizes` are those of the target model."""
+        self._device, self._sizes, self.max_seq_len = runner.device, sizes, graph.max_seq_len
         self._caches = Caches(graph.caches, self._device)
         self.block_bytes = self._caches.block_bytes
         self.states_width = 0 if graph.states is None else graph.states.shape[1]
         self._chunk = min(config.max_step_tokens, graph.max_seq_len)
         self._max_drafts = config.speculate_max_draft_token_num
         bounds = DraftSizes(sizes.num_slots, self._max_drafts, sizes.max_blocks)
-        tokens = DraftedTokens(sizes.num_slots, executor.draft_tokens[0], executor.chosen_tokens, graph.draft_ids)
+        tokens = DraftedTokens(sizes.num_slots, runner.draft_tokens[0], runner.chosen_tokens, graph.draft_ids)
         self._runs = DraftRuns(graph.program, bounds, tokens, graph.states, self._device)
         self._graphs = DraftRunGraphs(self._runs, config, bounds, self._device)
         self._compiler = KernelCompiler(self._device, lambda progress: None) if self._device.type == "cuda" else None
 
     @classmethod
-    def of_model(cls, graph_dir: Path, executor: CudaExecutor, config: Config, sizes: SlotSizes) -> CudaDraftGraph:
+    def of_model(cls, graph_dir: Path, runner: ModelRunner, config: Config, sizes: SlotSizes) -> CudaDraftGraph:
         """Load the graph of an exported draft model, of one rank."""
         model = Manifest.read(graph_dir)
-        program = load_program(RankFiles(rank_dir(graph_dir), model.graph()), executor.device, cuda)
-        return cls(LoadedGraph(program, model.graph().caches, model.max_seq_len), executor, config, sizes)
+        program = load_program(RankFiles(rank_dir(graph_dir), model.graph()), runner.device, cuda)
+        return cls(LoadedGraph(program, model.graph().caches, model.max_seq_len), runner, config, sizes)
 
     @classmethod
-    def of_layer(cls, name: str, executor: CudaExecutor, config: Config) -> CudaDraftGraph:
-        """Load the graph `name` of the model that `executor` runs: that of its MTP layer or of its EAGLE-3 head."""
-        model, ids = Manifest.read(executor.graph_dir), executor.graph_dir / eagle3.FILE
-        program, draft_ids = executor.load_graph(name), None
+    def of_layer(cls, name: str, runner: ModelRunner, config: Config) -> CudaDraftGraph:
+        """Load the graph `name` of the model that `runner` runs: that of its MTP layer or of its EAGLE-3 head."""
+        model, ids = Manifest.read(runner.graph_dir), runner.graph_dir / eagle3.FILE
+        program, draft_ids = runner.load_graph(name), None
         if name == eagle3.EAGLE3_GRAPH and ids.exists():
-            draft_ids = torch.from_numpy(np.load(ids)).to(executor.device)
+            draft_ids = torch.from_numpy(np.load(ids)).to(runner.device)
         first_long = 1 + config.batch_size * RING
         num_rows = first_long + config.max_step_tokens + 1
-        states = executor.keep_states(num_rows, lambda rows: rows_of(rows, first_long))
+        states = runner.keep_states(num_rows, lambda rows: rows_of(rows, first_long))
         graph = LoadedGraph(program, model.graph(name).caches, model.max_seq_len, draft_ids, states)
-        return cls(graph, executor, config, SlotSizes.of(model, config.batch_size))
+        return cls(graph, runner, config, SlotSizes.of(model, config.batch_size))
 
     def allocate(self, num_blocks: int) -> None:
         self._graphs.clear()

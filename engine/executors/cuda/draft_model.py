@@ -15,8 +15,8 @@ import numpy as np
 from engine.core.types import Batch, Row
 from engine.executors.cuda.draft_graph import DEPTH, RING, CudaDraftGraph
 from engine.executors.cuda.draft_runs import STATE_ROWS, VERIFIED, fields_of
-from engine.executors.cuda.executor import CudaExecutor
 from engine.executors.cuda.host_transfers import Download
+from engine.executors.cuda.model_runner import ModelRunner
 from engine.executors.speculation.draft_graph import DraftGraph
 from engine.executors.speculation.draft_model import DraftRow
 from engine.executors.speculation.draft_slots import DraftSlots, SlotSizes, graph_inputs
@@ -28,27 +28,27 @@ class CudaDraftModel:
     """Draft model. Owns its graph and the state of the slots."""
 
     def __init__(
-        self, draft_graph: DraftGraph, max_seq_len: int, first: CudaExecutor, config: Config, sizes: SlotSizes
+        self, draft_graph: DraftGraph, max_seq_len: int, runner: ModelRunner, config: Config, sizes: SlotSizes
     ):
-        """Take the graph of the draft model, and the executor of the first rank. `sizes` are those of the target
+        """Take the graph of the draft model, and the target model of the first rank. `sizes` are those of the target
         model."""
-        self._graph, self._device, self._block_size = draft_graph, first.device, sizes.block_size
+        self._graph, self._device, self._block_size = draft_graph, runner.device, sizes.block_size
         self.max_seq_len, self.block_bytes = max_seq_len, draft_graph.block_bytes
         self._slots = DraftSlots(sizes)
         self.cache = self._slots.cache
         self.chunk = min(config.max_step_tokens, max_seq_len)
         self._null_block = 0
-        memory, first_id = first.draft_tokens
+        memory, first_id = runner.draft_tokens
         self._drafts = memory.view(-1, sizes.num_slots)
         self._ids = first_id - np.arange(len(memory)).reshape(self._drafts.shape)
         self._download: Download | None = None  # of the last drafts
         self.can_run_ahead = isinstance(draft_graph, CudaDraftGraph)  # other ranks do not have the chosen tokens
 
     @classmethod
-    def load(cls, graph_dir: Path, first: CudaExecutor, config: Config, sizes: SlotSizes) -> CudaDraftModel:
+    def load(cls, graph_dir: Path, runner: ModelRunner, config: Config, sizes: SlotSizes) -> CudaDraftModel:
         """Load an exported draft model, of one rank."""
-        draft_graph = CudaDraftGraph.of_model(graph_dir, first, config, sizes)
-        return cls(draft_graph, draft_graph.max_seq_len, first, config, sizes)
+        draft_graph = CudaDraftGraph.of_model(graph_dir, runner, config, sizes)
+        return cls(draft_graph, draft_graph.max_seq_len, runner, config, sizes)
 
     def allocate(self, num_blocks: int) -> None:
         self._null_block = num_blocks
@@ -112,17 +112,17 @@ def _drafts(download: Download) -> list[list[int]]:
 class CudaMtpLayer(CudaDraftModel):
     """The MTP layer or the EAGLE-3 head of the target model. It shares tables with it, unless it has its own."""
 
-    def __init__(self, first: CudaExecutor, draft_graph: DraftGraph, config: Config):
-        """Take the first rank of the model, and the graph of SPECULATE_METHOD of its export on all ranks."""
-        model = Manifest.read(first.graph_dir)
-        self._first = first
+    def __init__(self, runner: ModelRunner, draft_graph: DraftGraph, config: Config):
+        """Take the target model of the first rank, and the graph of SPECULATE_METHOD of its export on all ranks."""
+        model = Manifest.read(runner.graph_dir)
+        self._runner = runner
         self.drafted_states: dict[int, np.ndarray] = {}
-        super().__init__(draft_graph, model.max_seq_len, first, config, SlotSizes.of(model, config.batch_size))
+        super().__init__(draft_graph, model.max_seq_len, runner, config, SlotSizes.of(model, config.batch_size))
 
     def step_states(self, rows: Sequence[Row]) -> np.ndarray:
         """Return the row of each token of the step that was launched last, i32 [tokens]. The step writes its states
         there."""
-        return self._first.kept_rows.astype(np.int32)
+        return self._runner.kept_rows.astype(np.int32)
 
     def kept_states(self, slot: int, start: int, end: int) -> np.ndarray:
         """Return the rows of the tokens of a slot from position `start` to `end`, i32 [end - start]."""
