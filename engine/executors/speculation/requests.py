@@ -19,7 +19,7 @@ NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class Verification(NamedTuple):
-    """What a step has found out about the drafts of one row."""
+    """The drafts of one row that a step has verified."""
 
     request: DraftedRequest
     level: int  # of the drafts, see `AcceptanceRates`
