@@ -35,8 +35,8 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.cuda.weights import num_bytes
+from engine.executors.distributed.ranks import RanksExecutor
 from engine.executors.memory import allocate_cache
-from engine.executors.ranks import RanksExecutor
 from engine.exporting.export import QUANT_TYPES, ExportOptions, export
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.garbage import collect_garbage_seldom

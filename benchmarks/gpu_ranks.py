@@ -116,7 +116,7 @@ def with_shares(make_rank: Callable[..., Any]) -> Callable[..., Any]:
 
 def other_rank() -> int:
     """Run the process of a rank that is not the first."""
-    from engine.executors import rank_process
+    from engine.executors.distributed import rank_process
 
     rank_process.make_rank = with_shares(rank_process.make_rank)
     return rank_process.main()
@@ -127,7 +127,7 @@ def compute(graph_dir: Path, num_ranks: int) -> list[Answer]:
     from engine import executors
     from engine.core.loop import EngineLoop
     from engine.core.types import Request, Sampling
-    from engine.executors import ranks
+    from engine.executors.distributed import ranks
     from engine.executors.memory import allocate_cache
     from engine.exporting.manifest import Manifest
     from engine.settings.config import Config

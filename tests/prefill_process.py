@@ -9,7 +9,7 @@ import time
 
 from engine.core.loop import EngineLoop
 from engine.executors import make_executor
-from engine.executors.ranks import die_with_parent
+from engine.executors.distributed.ranks import die_with_parent
 from engine.settings.config import Config
 from engine.transfer.start import start_transfer
 

@@ -54,7 +54,7 @@ def make_executor(
     if machines.num_hosts == 1:
         executor = make_host(graph_dir, config, owns_process=owns_process, report=report)
     else:
-        from engine.executors.hosts import follow, lead
+        from engine.executors.distributed.hosts import follow, lead
 
         executor = lead(graph_dir, config, report) if machines.is_master else follow(graph_dir, config, report)
     if config.speculate_method in DRAFT_GRAPHS:
@@ -115,7 +115,7 @@ def make_mtp_proposer(executor: DeviceExecutor, manifest: Manifest, config: Conf
 
 def _first_rank(executor: DeviceExecutor | None) -> DeviceExecutor | None:
     """Return the executor of the rank in this process."""
-    from engine.executors.ranks import RanksExecutor
+    from engine.executors.distributed.ranks import RanksExecutor
 
     while isinstance(executor, RanksExecutor):  # of several hosts, the first has several ranks
         executor = executor.first
@@ -151,8 +151,8 @@ def make_host(
     """
     if config.mp_num == 1:
         return make_rank(graph_dir, config, report=report)
+    from engine.executors.distributed.ranks import RanksExecutor, refuse_second_group, start_ranks, wait_until_ready
     from engine.executors.expert_placement import orders_by_usage
-    from engine.executors.ranks import RanksExecutor, refuse_second_group, start_ranks, wait_until_ready
     from engine.ops.cpu import group
 
     refuse_second_group(config)

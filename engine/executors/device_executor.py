@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from engine.core.types import Executor
-from engine.executors.rank_blocks import BlockAccess
-from engine.executors.speculation.draft_graph import DraftGraph
+from engine.executors.block_access import BlockAccess
+from engine.executors.speculation.draft_model import DraftGraph
 
 
 class DeviceExecutor(Executor, Protocol):

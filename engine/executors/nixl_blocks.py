@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from engine.errors import ConfigError
-from engine.executors.rank_blocks import BlockAccess, Moves, SharedCaches
+from engine.executors.block_access import BlockAccess, Moves, SharedCaches
 from engine.settings.config import Config
 from engine.settings.disaggregation import DECODE, NIXL
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from engine.address import in_url
 from engine.core.remote_prefill import Pull
-from engine.executors.rank_blocks import STAGED, DeviceBlocks, FetchedBlocks, SharedCaches
+from engine.executors.block_access import STAGED, DeviceBlocks, FetchedBlocks, SharedCaches
 from engine.settings.disaggregation import CUDA_IPC, NIXL, TCP
 from engine.settings.replicas import addresses_of
 from engine.transfer import messages

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.core.prefill_jobs import PrefillJob, PrefillJobs, prefill_request
 from engine.core.types import Request
-from engine.executors.rank_blocks import SharedCaches
+from engine.executors.block_access import SharedCaches
 from engine.settings.disaggregation import CUDA_IPC
 from engine.transfer import messages
 from engine.transfer.layout import BlockLayout

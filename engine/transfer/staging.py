@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Sequence
 
-from engine.executors.rank_blocks import FetchedBlocks, Moves
+from engine.executors.block_access import FetchedBlocks, Moves
 from engine.transfer import messages
 
 POLL_S = 0.001

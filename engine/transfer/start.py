@@ -16,7 +16,7 @@ from engine.core.prefill_jobs import PrefillJobs
 from engine.core.remote_prefill import RemotePrefill
 from engine.core.shared_prefixes import SharedPrefixes
 from engine.errors import ConfigError
-from engine.executors.rank_blocks import BlockAccess, DeviceBlocks, SharedCaches
+from engine.executors.block_access import BlockAccess, DeviceBlocks, SharedCaches
 from engine.exporting.files import model_hash_of_any_ranks
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config

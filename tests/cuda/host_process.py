@@ -15,7 +15,7 @@ from pathlib import Path
 from engine.core.loop import EngineLoop
 from engine.errors import HostLost, SetupError
 from engine.executors import memory
-from engine.executors.hosts import follow, lead
+from engine.executors.distributed.hosts import follow, lead
 from engine.log import configure
 from tests.cuda.test_executor import SETTINGS, generate
 

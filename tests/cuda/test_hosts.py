@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cuda]")
 
 from engine.errors import HostLost  # noqa: E402
-from engine.executors.hosts import comparable_settings  # noqa: E402
+from engine.executors.distributed.hosts import comparable_settings  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.cuda.test_executor import golden  # noqa: E402

@@ -19,8 +19,8 @@ from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Arrival, Batch, Request, Row, Sampling  # noqa: E402
 from engine.executors import make_draft_model_proposer, make_host  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
+from engine.executors.distributed.ranks import RankFailed  # noqa: E402
 from engine.executors.memory import allocate_cache, run_longest_step  # noqa: E402
-from engine.executors.ranks import RankFailed  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.executors.speculation.executor import with_speculation  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402

@@ -19,12 +19,12 @@ from engine.core import remote_prefill  # noqa: E402
 from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Sampling  # noqa: E402
 from engine.executors import make_host, nixl_blocks  # noqa: E402
+from engine.executors.block_access import STAGED  # noqa: E402
 from engine.executors.cuda import ipc  # noqa: E402
 from engine.executors.cuda.blocks import CudaBlocks  # noqa: E402
 from engine.executors.cuda.cache import Caches  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.nixl_blocks import NixlBlocks  # noqa: E402
-from engine.executors.rank_blocks import STAGED  # noqa: E402
 from engine.executors.speculation.executor import with_speculation  # noqa: E402
 from engine.models.kv_cache import ATTENTION_AXES, CacheSpec  # noqa: E402
 from engine.ops.cuda import block_copy  # noqa: E402

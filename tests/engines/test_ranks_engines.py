@@ -17,7 +17,7 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Sampling
 from engine.errors import ConfigError, InvalidRequest, SetupError
 from engine.executors import expert_usage, make_executor
-from engine.executors.ranks import RankFailed
+from engine.executors.distributed.ranks import RankFailed
 from engine.exporting.export import ExportOptions, export
 from engine.link.journal import JournalEntry, Submission
 from engine.models.adapters import identified
@@ -233,7 +233,7 @@ def test_answers_with_drafts_go_on_after_the_end_of_a_rank(tmp_path):
 
             listeners = wait_until(in_the_middle)
             commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(engines[0].pid)}
-            [rank] = [pid for pid, command in commands.items() if "engine.executors.rank_process" in command]
+            [rank] = [pid for pid, command in commands.items() if "distributed.rank_process" in command]
             os.kill(rank, signal.SIGKILL)
             assert engines[0].wait(PATIENCE_S) == 1
             engines.append(subprocess.Popen(DRAFTING_ENGINE, cwd=ROOT, env=env))

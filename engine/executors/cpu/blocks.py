@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.executors.block_access import Moves
 from engine.executors.nixl_blocks import Region
-from engine.executors.rank_blocks import Moves
 
 if TYPE_CHECKING:
     from engine.executors.cpu.executor import CpuExecutor

@@ -13,8 +13,7 @@ from engine.core.types import Batch, Row
 from engine.executors.cpu.draft_graph import CpuDraftGraph
 from engine.executors.cpu.executor import CpuExecutor
 from engine.executors.cpu.program import CpuProgram
-from engine.executors.speculation.draft_graph import DraftGraph
-from engine.executors.speculation.draft_model import DraftRow
+from engine.executors.speculation.draft_model import DraftGraph, DraftRow
 from engine.executors.speculation.draft_slots import DraftSlots, SlotSizes, graph_inputs
 from engine.exporting.manifest import Manifest
 from engine.models import eagle3

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine import graph
 from engine.core.types import Batch, Copy, StepOutput
+from engine.executors.block_access import BlockAccess
 from engine.executors.cpu.adapters import CpuAdapters
 from engine.executors.cpu.blocks import CpuBlocks
 from engine.executors.cpu.draft_graph import CpuDraftGraph
@@ -22,7 +23,6 @@ from engine.executors.expert_usage import ExpertUsage
 from engine.executors.memory import free_memory_bytes
 from engine.executors.nixl_blocks import with_nixl
 from engine.executors.prompt_outputs import max_prompt_logits
-from engine.executors.rank_blocks import BlockAccess
 from engine.executors.slots import Slots
 from engine.executors.spans import SlotSpans
 from engine.executors.step import Mask, StepInThread

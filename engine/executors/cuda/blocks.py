@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.executors.block_access import STAGED, Moves, SharedCaches
 from engine.executors.cuda import compilation, ipc
 from engine.executors.cuda.cache import Caches
 from engine.executors.cuda.host_transfers import Download, Uploads
 from engine.executors.nixl_blocks import Region
-from engine.executors.rank_blocks import STAGED, Moves, SharedCaches
 from engine.ops.cuda.block_copy import copy_blocks
 
 log = logging.getLogger(__name__)

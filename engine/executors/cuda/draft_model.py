@@ -17,8 +17,7 @@ from engine.executors.cuda.draft_graph import DEPTH, RING, CudaDraftGraph
 from engine.executors.cuda.draft_runs import STATE_ROWS, VERIFIED, fields_of
 from engine.executors.cuda.host_transfers import Download
 from engine.executors.cuda.model_runner import ModelRunner
-from engine.executors.speculation.draft_graph import DraftGraph
-from engine.executors.speculation.draft_model import DraftRow
+from engine.executors.speculation.draft_model import DraftGraph, DraftRow
 from engine.executors.speculation.draft_slots import DraftSlots, SlotSizes, graph_inputs
 from engine.exporting.manifest import Manifest
 from engine.settings.config import Config

@@ -16,6 +16,7 @@ import torch
 
 from engine.core.types import Batch
 from engine.errors import ConfigError
+from engine.executors.block_access import BlockAccess
 from engine.executors.cuda.blocks import CudaBlocks
 from engine.executors.cuda.compilation import KernelCompiler, warn_of_late_compilation
 from engine.executors.cuda.draft_graph import CudaDraftGraph
@@ -27,7 +28,6 @@ from engine.executors.cuda.warm_up import StepLimits, warm_up_batches
 from engine.executors.image_inputs import ImageInputs
 from engine.executors.nixl_blocks import with_nixl
 from engine.executors.prompt_outputs import LOGITS_BYTES, max_prompt_logits
-from engine.executors.rank_blocks import BlockAccess
 from engine.exporting.manifest import Manifest
 from engine.log import Report
 from engine.models.vision import VISION_GRAPH

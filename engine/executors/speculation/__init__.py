@@ -13,6 +13,6 @@ through these stages (drafted_steps.py):
 On a device that runs ahead, stages overlap: the step that verifies drafts is launched before the draft model has made
 them, and the next run of the draft model before the tokens are known that it reads (verified_rows.py).
 
-The device side is `DraftModel` and `MtpLayer` (draft_model.py), with a graph on each rank (draft_graph.py), a KV cache
-(draft_cache.py) and sampling parameters (draft_slots.py).
+The device side is a `DraftModel` or an `MtpLayer` (draft_model.py), with a KV cache (draft_cache.py) and sampling
+parameters (draft_slots.py) of its own.
 """

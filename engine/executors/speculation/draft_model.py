@@ -1,9 +1,9 @@
-"""Interface of a draft model on a device: the rows of a run, a draft model that reads tokens, and a layer that also
-reads the hidden states of the target model."""
+"""Interface of a draft model on a device: its graph, the rows of a run, a draft model that reads tokens, and a layer
+that also reads the hidden states of the target model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -31,6 +31,26 @@ class DraftRow(NamedTuple):
 
 
 Run = Callable[[Sequence[DraftRow], int], list[list[int]]]
+
+
+class DraftGraph(Protocol):
+    """A graph that drafts, with its KV caches, which have the block ids of the model."""
+
+    block_bytes: int
+    states_width: int  # of the hidden states that it reads beside the tokens; 0: none
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the caches and free the previous ones."""
+        ...
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks. `pairs` are sources and targets."""
+        ...
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Run the graph and return its outputs by name, valid until the next call; on a GPU they stay there. On a CPU
+        it must be called in the thread of the executor: another one would have threads of the ops for itself."""
+        ...
 
 
 class DraftModel(Protocol):

@@ -4,7 +4,7 @@ scheduler has reserved the blocks for the drafts."""
 from __future__ import annotations
 
 from engine.core.types import PENDING, Batch, Executor, Step
-from engine.executors.rank_blocks import BlockAccess
+from engine.executors.block_access import BlockAccess
 from engine.executors.speculation.drafted_steps import DraftedSteps
 from engine.executors.speculation.lookup import LookupProposer
 from engine.executors.speculation.plain_steps import PlainSteps

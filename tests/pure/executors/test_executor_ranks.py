@@ -11,8 +11,8 @@ from engine.core.spans import PromptSpan
 from engine.core.types import Arrival, Batch, Copy, Row, Sampling, Swaps
 from engine.errors import ConfigError
 from engine.executors import make_executor
-from engine.executors.rank_blocks import BlocksOfRanks, serve_blocks
-from engine.executors.ranks import ALLOCATE, LAUNCH, READY, pack, serve, unpack, unpack_batch
+from engine.executors.distributed.blocks import BlocksOfRanks, serve_blocks
+from engine.executors.distributed.ranks import ALLOCATE, LAUNCH, READY, pack, serve, unpack, unpack_batch
 from engine.models.config_fields import ModelError
 from engine.settings.config import Config
 from tests.patience import PATIENCE_S, in_background

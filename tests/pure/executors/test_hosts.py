@@ -13,8 +13,8 @@ import pytest
 
 from engine.core.types import Batch
 from engine.errors import HostLost, SetupError
-from engine.executors import hosts, rendezvous
-from engine.executors.ranks import pack, unpack
+from engine.executors.distributed import hosts, rendezvous
+from engine.executors.distributed.ranks import pack, unpack
 from engine.settings.machines import Machines
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_executor import CountingExecutor

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.cache_groups import CacheGroup
 from engine.errors import ConfigError
-from engine.executors import ranks
+from engine.executors.distributed import ranks
 from engine.executors.memory import (
     BlockSizes,
     allocate_cache,

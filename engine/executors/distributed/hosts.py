@@ -23,8 +23,8 @@ from engine.core.types import Batch, Step, StepOutput
 from engine.errors import HostLost
 from engine.executors import LOADING, make_host
 from engine.executors.device_executor import DeviceExecutor
-from engine.executors.ranks import RanksExecutor, serve, wait_until_ready
-from engine.executors.rendezvous import join_master, raise_host_lost, wait_for_followers
+from engine.executors.distributed.ranks import RanksExecutor, serve, wait_until_ready
+from engine.executors.distributed.rendezvous import join_master, raise_host_lost, wait_for_followers
 from engine.executors.step import Mask
 from engine.exporting.files import CONFIG, MANIFEST, model_hash
 from engine.log import Report

@@ -4,32 +4,12 @@ partial results, as in a step of the model. The first rank alone decides what is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from engine.executors.device_executor import DeviceExecutor
-
-
-class DraftGraph(Protocol):
-    """A graph that drafts, with its KV caches, which have the block ids of the model."""
-
-    block_bytes: int
-    states_width: int  # of the hidden states that it reads beside the tokens; 0: none
-
-    def allocate(self, num_blocks: int) -> None:
-        """Allocate the caches and free the previous ones."""
-        ...
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks. `pairs` are sources and targets."""
-        ...
-
-    def run(self, inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Run the graph and return its outputs by name, valid until the next call; on a GPU they stay there. On a CPU
-        it must be called in the thread of the executor: another one would have threads of the ops for itself."""
-        ...
+from engine.executors.device_executor import DeviceExecutor
+from engine.executors.speculation.draft_model import DraftGraph
 
 
 class DraftGraphOfRanks:

@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 
 from engine.errors import SetupError
 from engine.executors import make_rank
-from engine.executors.hosts import DETECTION_S
-from engine.executors.rank_blocks import serve_blocks
-from engine.executors.ranks import die_with_parent, exit_with_first_rank, pack, serve
+from engine.executors.distributed.blocks import serve_blocks
+from engine.executors.distributed.hosts import DETECTION_S
+from engine.executors.distributed.ranks import die_with_parent, exit_with_first_rank, pack, serve
 from engine.log import configure
 
 log = logging.getLogger(__name__)

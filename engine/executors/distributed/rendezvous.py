@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError, HostLost, SetupError
-from engine.executors.ranks import RankFailed, pack, unpack
+from engine.executors.distributed.ranks import RankFailed, pack, unpack
 from engine.log import Report
 from engine.ops.cpu import group
 from engine.settings.machines import Machines

@@ -31,8 +31,9 @@ from engine.core.spans import PromptSpan
 from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, Row, Sampling, Step, StepOutput, Swaps
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
 from engine.executors.device_executor import DeviceExecutor
-from engine.executors.rank_blocks import BlocksOfRanks
-from engine.executors.speculation.draft_graph import DraftGraph, DraftGraphOfRanks, ServedDraftGraph
+from engine.executors.distributed.blocks import BlocksOfRanks
+from engine.executors.distributed.draft_graph import DraftGraphOfRanks, ServedDraftGraph
+from engine.executors.speculation.draft_model import DraftGraph
 from engine.executors.step import Mask
 from engine.ops.cpu import group
 from engine.ops.cpu.group import Membership
@@ -40,14 +41,14 @@ from engine.settings.config import Config
 
 log = logging.getLogger(__name__)
 
-RANK_PROCESS = "engine.executors.rank_process"  # the module that runs in the process of another rank
+RANK_PROCESS = "engine.executors.distributed.rank_process"  # the module that runs in the process of another rank
 LAUNCH, ALLOCATE, WARM_UP, FREE_BYTES = "launch", "allocate", "warm_up", "free_bytes"  # FREE_BYTES has a reply
 LOAD, DROP = "load", "drop"  # adapters; the reply to LOAD is an error message, or empty
 DRAFT = "draft"  # a call of `ServedDraftGraph`
 READY = "ready"  # sent by a rank that has loaded its graph; otherwise it sends why it failed
 PR_SET_PDEATHSIG = 1
 CLOSING_S = 5  # seconds that a rank has to close its resources
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class RankFailed(SetupError):
