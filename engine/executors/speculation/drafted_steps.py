@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from msgspec.structs import replace
@@ -13,11 +17,29 @@ from engine.core.draft_counts import DraftCounts
 from engine.core.types import PENDING, Batch, StepOutput
 from engine.executors.speculation.requests import Verification, append_tokens
 from engine.executors.speculation.state import SpeculationState
-from engine.executors.speculation.steps import BatchQueue, DraftedStep
 from engine.executors.speculation.verified_rows import RunningStep
 
 PATIENCE_SHARE = 0.5  # of the time of the last step, that this one waits for the batch of the next one
 Drafts = dict[int, Sequence[int]]  # by slot
+
+
+@dataclass
+class DraftedStep:
+    """A step with drafts. It may still wait for the steps before it."""
+
+    output: Future[StepOutput] = field(default_factory=Future)
+    drafted: Future[Mapping[int, Sequence[int]]] = field(default_factory=Future)
+    masked: Future[Any] = field(default_factory=Future)
+    follows: bool = False  # immediately another one, on an executor that runs ahead
+
+    def drafts(self) -> Mapping[int, Sequence[int]]:
+        return self.drafted.result()
+
+    def mask(self, bits: Any) -> None:
+        self.masked.set_result(bits)
+
+    def result(self) -> StepOutput:
+        return self.output.result()
 
 
 class DraftedSteps:
@@ -153,3 +175,27 @@ class DraftedSteps:
             self.counts.count(each.num_drafts, each.num_accepted)
         if self._state.policy and gain:
             self._state.proposer.learn(verifications, self._state.policy, gain(), step_s)
+
+
+class BatchQueue:
+    """Batches on the way to a thread, which may look at the next one before it takes it."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Batch] = SimpleQueue()
+        self._next: Batch | None = None
+
+    def put(self, batch: Batch) -> None:
+        self._queue.put(batch)
+
+    def peek(self, timeout_s: float) -> Batch | None:
+        """Return the next batch, which stays in the queue. Return None if none comes in time."""
+        if self._next is None:
+            with contextlib.suppress(Empty):
+                self._next = self._queue.get(timeout=timeout_s)
+        return self._next
+
+    def take(self) -> None:
+        """Take the next batch, which is there."""
+        if self._next is None:
+            self._queue.get(block=False)
+        self._next = None

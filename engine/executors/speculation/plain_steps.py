@@ -5,15 +5,39 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from engine.core.types import Batch, Row, Step, StepOutput
 from engine.executors.speculation.drafted_steps import DraftedSteps
 from engine.executors.speculation.requests import DraftedRequest, append_tokens
 from engine.executors.speculation.state import SpeculationState
-from engine.executors.speculation.steps import PlainStep
 from engine.executors.step import Mask
 
 NUM_READING = 3  # steps in whose time the proposer reads: the one that has ended, the one that runs, and the next
+
+
+class PlainStep:
+    """A step without drafts, which was launched on the target executor. `finish` is called with its output."""
+
+    def __init__(self, step: Step, finish: Callable[[StepOutput], None]):
+        self._step, self._finish = step, finish
+        self._output: StepOutput | None = None
+
+    def drafts(self) -> Mapping[int, Sequence[int]]:
+        return {}
+
+    def mask(self, bits: Any) -> None:
+        self._step.mask(bits)
+
+    def result(self) -> StepOutput:
+        if self._output is None:
+            self._output = self._step.result()
+            self._finish(self._output)
+        return self._output
+
+    @property
+    def is_finished(self) -> bool:
+        return self._output is not None
 
 
 class PlainSteps:
