@@ -34,19 +34,19 @@ log = logging.getLogger(__name__)
 def main() -> NoReturn:
     config = Config.from_env()
     configure(config.log_level)
+    on_first_tokens = partial(note_progress, config.engine_path(ENGINE_PROGRESS_FILE, config.engine_index))
+    address = f"ipc://{config.engine_path(ENGINE_SOCKET, config.engine_index)}"
     try:
-        server = Server(f"ipc://{config.engine_path(ENGINE_SOCKET, config.engine_index)}", most_bytes(config))
+        server = Server(address, most_bytes(config), on_first_tokens)
     except zmq.ZMQError as error:
         text = f"RUN_DIR is {str(config.run_path)!r}, the engine cannot listen in it: {error.strerror}"
         raise ConfigError(text) from None
-    progress_file = config.engine_path(ENGINE_PROGRESS_FILE, config.engine_index)
-    server.on_first_tokens = lambda: note_progress(progress_file)
     server.set_starting(LOADING)
     loop, bounds = make_loop(config, server.set_starting)
     if config.splitwise_role != MIXED or config.replica_cache_port:
         from engine.transfer.start import start_transfer
 
-        start_transfer(loop, config, server.waker(), server.on_first_tokens)
+        start_transfer(loop, config, server.waker(), on_first_tokens)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.close())
     pool = loop.scheduler.pool

@@ -38,11 +38,11 @@ PULSE_S = 0.1  # polling interval of the socket while a step runs
 
 class Server:
     """Connects the socket and the engine loop. The loop may be added later: pings are answered from the start, and
-    other messages wait. `address` is a ZeroMQ endpoint to bind. Raises ZMQError."""
+    other messages wait. `address` is a ZeroMQ endpoint to bind. `on_first_tokens` is called once. Raises ZMQError."""
 
-    def __init__(self, address: str, max_message_bytes: int = -1):
+    def __init__(self, address: str, max_message_bytes: int = -1, on_first_tokens: Callable[[], None] = lambda: None):
         self.epoch = uuid.uuid4().hex
-        self.on_first_tokens: Callable[[], None] = lambda: None
+        self._on_first_tokens = on_first_tokens
         self._loop: EngineLoop | None = None
         self._bounds = ANY
         self._starting = ""  # what delays the loop
@@ -205,7 +205,7 @@ class Server:
             self._send(client, messages.TOKENS, updated)
         if by_client and not self._has_sent_tokens:
             self._has_sent_tokens = True
-            self.on_first_tokens()
+            self._on_first_tokens()
 
     def _drop_silent_clients(self) -> None:
         now = time.monotonic()

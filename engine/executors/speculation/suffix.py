@@ -20,14 +20,15 @@ class History:
     """Tokens in which earlier occurrences of any two tokens are found, the most recent first. Each position refers to
     the one before it that follows the same two tokens."""
 
-    def __init__(self, token_ids: list[int]):
-        self.token_ids = token_ids  # The owner may append to it.
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
         self._latest: dict[tuple[int, int], int] = {}
         self._previous: list[int] = [0, 0]
 
-    def read(self) -> None:
-        """Enter the new tokens. The last two are entered when it is known what follows them."""
-        token_ids, latest, previous = self.token_ids, self._latest, self._previous
+    def read(self, token_ids: list[int]) -> None:
+        """Enter the new tokens behind those of the last call. The last two are entered when it is known what follows
+        them."""
+        self.token_ids, latest, previous = token_ids, self._latest, self._previous
         for end in range(len(previous), len(token_ids)):
             pair = token_ids[end - 2], token_ids[end - 1]
             previous.append(latest.get(pair, 0))
@@ -62,9 +63,9 @@ class RecentAnswers:
         answer = answer[: self._max_tokens // 2]
         history = self.of(scope)
         if history is None:
-            history = self._histories[scope] = History([])
+            history = self._histories[scope] = History()
         history.token_ids += [SEPARATOR, *answer]
-        history.read()
+        history.read(history.token_ids)
         self.num_tokens += 1 + len(answer)
         while self.num_tokens > self._max_tokens:
             oldest, dropped = self._histories.popitem(last=False)
@@ -79,14 +80,13 @@ class SuffixDrafter:
 
     def __init__(self, arrival: Arrival, answers: RecentAnswers):
         self._arrival, self._answers = arrival, answers
-        self._own = History([])
+        self._own = History()
         self.level = 0
         self._next: tuple[History, int, int] | None = None  # where the last match goes on if its drafts are right
 
     def propose(self, token_ids: list[int], max_drafts: int) -> Sequence[int]:
         """Return the likely continuation, see `Drafter`."""
-        self._own.token_ids = token_ids
-        self._own.read()
+        self._own.read(token_ids)
         if len(token_ids) < 2:
             return []
         matches = list(self._matches(token_ids))
