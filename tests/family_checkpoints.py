@@ -63,6 +63,12 @@ LATENT = {
 }
 YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {
+        "architectures": ["GemmaForCausalLM"],
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         "hidden_activation": "gelu_pytorch_tanh",
@@ -110,6 +116,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.5,
         "residual_multiplier": 0.6,
     },
+    "glm": {"architectures": ["GlmForCausalLM"], "head_dim": 24, "partial_rotary_factor": 0.5, "pad_token_id": 0},
     "glm4": {"architectures": ["Glm4ForCausalLM"], "head_dim": 24, "partial_rotary_factor": 0.5, "pad_token_id": 0},
     "smollm3": {
         "architectures": ["SmolLM3ForCausalLM"],
@@ -153,6 +160,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 24,
         "layer_types": ALTERNATING,
         "sliding_window": WINDOW,
+    },
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "head_dim": 24,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
     },
     "hunyuan_v1_dense": {
         "architectures": ["HunYuanDenseV1ForCausalLM"],
@@ -248,6 +271,7 @@ ON_GPUS = [name for name, keys in ALL.items() if keys.get("model_type", name) no
 FEW_BLOCKS = dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), 18)
 # Of five, those with varied greedy output and no close call between the two likeliest tokens (tests/golden).
 SEEDS: dict[str, int] = {
+    "gemma": 1,
     "gemma2": 4,
     "gemma3_text": 3,
     "olmo2": 4,
@@ -255,6 +279,7 @@ SEEDS: dict[str, int] = {
     "phi3": 3,
     "phi3_long": 2,
     "granite": 1,
+    "glm": 3,
     "glm4": 3,
     "qwen3_5_text": 3,
     "smollm3": 4,
@@ -262,6 +287,7 @@ SEEDS: dict[str, int] = {
     "exaone4": 0,
     "internlm3": 0,
     "ministral": 4,
+    "ministral3": 1,
     "hunyuan_v1_dense": 2,
     "starcoder2": 1,
     "arcee": 1,

@@ -13,9 +13,10 @@ from engine.models.dots1 import Dots1
 from engine.models.ernie4_5 import Ernie45
 from engine.models.ernie4_5_moe import Ernie45Moe
 from engine.models.exaone4 import Exaone4
+from engine.models.gemma import Gemma
 from engine.models.gemma2 import Gemma2
 from engine.models.gemma3 import Gemma3
-from engine.models.glm4 import Glm4
+from engine.models.glm4 import Glm, Glm4
 from engine.models.glm4_moe import Glm4Moe
 from engine.models.glm4_moe_lite import Glm4MoeLite
 from engine.models.gpt_oss import GptOss
@@ -24,7 +25,7 @@ from engine.models.granitemoe import GraniteMoe
 from engine.models.hunyuan import HunYuan
 from engine.models.llama import InternLm3, Llama, SeedOss
 from engine.models.minimax_m2 import MiniMaxM2
-from engine.models.mistral import Mistral
+from engine.models.mistral import Ministral3, Mistral
 from engine.models.mistral4 import Mistral4
 from engine.models.mixtral import Mixtral
 from engine.models.nemotron import Arcee, Nemotron
@@ -43,11 +44,13 @@ from engine.models.qwen3_next import Qwen3Next
 from engine.models.qwen3_vl import Qwen3Vl, Qwen3VlMoe
 from engine.models.smollm3 import SmolLm3
 from engine.models.starcoder2 import Starcoder2
+from engine.models.vision_checkpoint import TEXT_PARTS, text_part
 
 FAMILIES: dict[str, type[DecoderConfig]] = {
     "llama": Llama,
     "mistral": Mistral,
     "ministral": Mistral,
+    "ministral3": Ministral3,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
     "qwen3_5": Qwen35,
@@ -62,8 +65,10 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
     "mistral4": Mistral4,
     "ernie4_5": Ernie45,
     "exaone4": Exaone4,
+    "gemma": Gemma,
     "gemma2": Gemma2,
     "gemma3_text": Gemma3,
+    "glm": Glm,
     "glm4": Glm4,
     "granite": Granite,
     "hunyuan_v1_dense": HunYuan,
@@ -98,7 +103,10 @@ def read_model(keys: Mapping[str, Any]) -> DecoderConfig:
 
     `keys` is the parsed config.json. Raises ModelError if the model is not supported.
     """
+    keys = text_part(keys)
     model_type = keys.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ModelError(f"config.json: model_type is {model_type!r}, supported are {', '.join(FAMILIES)}")
+        raise ModelError(
+            f"config.json: model_type is {model_type!r}, supported are {', '.join([*FAMILIES, *TEXT_PARTS])}"
+        )
     return FAMILIES[model_type].read(keys)

@@ -1,4 +1,4 @@
-"""Gemma 3, text only: each head is normalized; five of six layers have a window and a rope of their own."""
+"""Gemma 3, the language model: each head is normalized; five of six layers have a window and a rope of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.models.weights import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3(DecoderConfig):
-    """Configuration of a text-only Gemma 3 model."""
+    """Configuration of the language model of Gemma 3."""
 
     attention_bias: bool
     query_scale: float
@@ -43,7 +43,8 @@ class Gemma3(DecoderConfig):
             "rope": rope,
             "sliding_rope": sliding_rope,
         }
-        given = {"num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": max_len, **keys}
+        given = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, **keys}
+        given = {"tie_word_embeddings": True, **given, "max_position_embeddings": max_len}
         return read_decoder(cls, given, own, head_dim=256, activations=GELU)
 
     def network(self, shard: Shard) -> Decoder:

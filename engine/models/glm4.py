@@ -1,30 +1,29 @@
-"""GLM-4: norms before and after attention and MLP; half of each head is rotated, in adjacent pairs."""
+"""GLM-4: half of each head is rotated, in adjacent pairs. Since 2025 it also has norms behind attention and MLP."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.config import DecoderConfig, read_decoder
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import PRE_NORM, Decoder, DecoderLayer
 from engine.models.layers import LayerScope
 from engine.models.mlp import GatedMlp
 from engine.models.weights import Shard
 
-NORMS = ("input", "post_self_attn", "post_attention", "post_mlp")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Glm4(DecoderConfig):
-    """Configuration of a GLM-4 model."""
+class Glm(DecoderConfig):
+    """Configuration of a GLM-4 model of 2024."""
 
     attention_bias: bool
     rotates_partly = True
+    norms: ClassVar[tuple[str, str, str, str]] = PRE_NORM
 
     @classmethod
-    def read(cls, keys: Mapping[str, Any]) -> Glm4:
+    def read(cls, keys: Mapping[str, Any]) -> Glm:
         given = {"num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5, **keys}
         own = {"has_rotary_pairs": True, "attention_bias": bool(keys.get("attention_bias", True))}
         return read_decoder(cls, given, own, head_dim=128)
@@ -35,4 +34,10 @@ class Glm4(DecoderConfig):
     def _layer(self, scope: LayerScope) -> DecoderLayer:
         attention = Attention.of(self, scope, AttentionOptions(qkv_bias=self.attention_bias))
         mlp = GatedMlp.of(self, scope, packed="mlp.gate_up_proj")
-        return DecoderLayer.of(self, scope, (attention, mlp), NORMS)
+        return DecoderLayer.of(self, scope, (attention, mlp), self.norms)
+
+
+class Glm4(Glm):
+    """Configuration of a GLM-4 model since April 2025."""
+
+    norms = ("input", "post_self_attn", "post_attention", "post_mlp")

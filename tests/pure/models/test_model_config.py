@@ -34,8 +34,8 @@ def test_every_tensor_of_a_family_has_its_place_and_shape(family):
     [
         (
             "llama",
-            {"model_type": "gemma3"},
-            "model_type is 'gemma3', supported are llama, mistral, ministral, qwen2, qwen3",
+            {"model_type": "gemma4"},
+            "model_type is 'gemma4', supported are llama, mistral, ministral, ministral3, qwen2, qwen3",
         ),
         ("llama", {"model_type": "absent"}, "model_type is None"),
         ("ernie4_5", {"model_type": "ernie4_5_vl"}, "model_type is 'ernie4_5_vl', supported are .*, ernie4_5, "),
@@ -189,9 +189,12 @@ def test_defaults_are_those_of_transformers():
     [
         *((family, {"num_key_value_heads": 8}) for family in ("mistral_window", "ministral", "mixtral", "seed_oss")),
         *((family, {"num_key_value_heads": 4}) for family in ("gemma2", "gemma3_text", "smollm3", "qwen3_moe")),
-        *((family, {"num_key_value_heads": 2}) for family in ("glm4", "internlm3", "starcoder2", "qwen3_next")),
+        *((family, {"num_key_value_heads": 2}) for family in ("glm", "glm4", "internlm3", "starcoder2", "qwen3_next")),
         *((family, {"num_key_value_heads": 8}) for family in ("gpt_oss", "minimax_m2", "glm4_moe", "qwen2_5_vl")),
         ("qwen3_5_text", {"num_key_value_heads": 4}),
+        ("gemma", {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True}),
+        ("gemma3_text", {"vocab_size": 262208}),
+        ("ministral3", {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}),
         ("qwen2_5_vl", {"rms_norm_eps": 1e-5, "rope_theta": 1e6}),
         ("mixtral", {"rope_theta": 1e6}),
         ("exaone4", {"sliding_window": 4096}),

@@ -38,6 +38,23 @@ def test_a_family_reads_images_if_it_has_a_tower(family):
         assert tensors == {"model.embed_tokens.weight": 1}
 
 
+@pytest.mark.parametrize(
+    ("outer", "family"), [("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
+)
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_model_is_served_where_the_tower_is_not_known(outer, family, prefix):
+    text = config_of("mistral_window" if family == "mistral" else family)
+    heads = {"language_model.model.": "language_model.lm_head.weight", "model.language_model.": "lm_head.weight"}
+    towers = ("vision_tower.patch_conv.weight", "model.multi_modal_projector.norm.weight")
+    config = {"model_type": outer, "architectures": ["ForImages"], "text_config": text, "vision_config": {"depth": 2}}
+    keys, tensors = with_tower(config, dict.fromkeys((f"{prefix}norm.weight", heads[prefix], *towers), 1))
+    assert keys == {**text, "model_type": family, "architectures": ["ForImages"], **text}
+    assert set(tensors) == {"model.norm.weight", "lm_head.weight"}
+    assert repr(read_model(config)) == repr(read_model(keys)) == repr(read_model(text))
+    with pytest.raises(ModelError, match=f"text_config.model_type is 'llama', supported is .*{family}"):
+        read_model({**config, "text_config": {**text, "model_type": "llama"}})
+
+
 @pytest.mark.parametrize(("full_layers", "window"), [([1, 3], 2), ([0, 1, 2, 3], 0), ([3, 2, 1, 0, 9], 0)])
 def test_a_tower_whose_layers_all_attend_to_the_whole_image_has_no_windows(full_layers, window):
     config = config_of("qwen2_5_vl")
