@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install .[cud
 
 from engine.core.loop import EngineLoop  # noqa: E402
 from engine.dtypes import from_bf16, to_bf16  # noqa: E402
+from engine.executors.cuda import warm_up  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.models.quantize import to_int4, to_int8  # noqa: E402
@@ -83,9 +84,11 @@ def result(op, x, arrays, bias):
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("op", OPS)
-def test_products_of_16_bits_are_as_good_as_these_are(device, op, dtype):
+@pytest.mark.parametrize("op", [*OPS, "linear_int4 as on other GPUs than Hopper"])
+def test_products_of_16_bits_are_as_good_as_these_are(device, monkeypatch, op, dtype):
     """The sizes are those of models, so that every kernel runs as it does there."""
+    if "other GPUs" in op:
+        monkeypatch.setattr(lowbit, "int4_gemm", None)
     rng = np.random.default_rng(0)
     name = op.split()[0]
     for columns, width in ((4096, 896), (10240, 1024), (24576, 256)):
@@ -99,6 +102,55 @@ def test_products_of_16_bits_are_as_good_as_these_are(device, op, dtype):
             assert found.dtype == dtype
             assert distance(found, expected) < BF16_STEP
             assert distance(getattr(cuda, f"gated_{name}")(*given), reference.swiglu(expected)) < BF16_STEP
+
+
+int4_gemm = lowbit.int4_gemm
+TILES = [*(tile for tile, _ in int4_gemm.SMALL_TILES.values()), *int4_gemm.LARGE_TILES] if int4_gemm else []
+# Rows beyond those of a tile, columns, width, splits: several tiles, none of the sizes a multiple of one.
+TILED_SIZES = [(-3, 544, 1032, 1), (5, 1056, 4096, 1), (0, 528, 1288, 2), (13, 288, 2600, 3)]
+
+
+TILED_TYPES = dict(zip([op for op in OPS if "int4" in op], (torch.bfloat16, torch.float16, torch.float32), strict=True))
+
+
+@pytest.mark.parametrize("op", TILED_TYPES)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile_of_the_kernel_for_hopper_gives_the_product(device, monkeypatch, tile, op):
+    """Three programs compute all tiles, so that each has several and all parts of shared memory are used again."""
+    if not int4_gemm.IS_SUPPORTED:
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setattr(int4_gemm, "num_sms", lambda: 3)
+    rng, dtype = np.random.default_rng(0), TILED_TYPES[op]
+    limit = 1e-5 if dtype == torch.float32 else BF16_STEP / 2
+    for more, columns, width, splits in TILED_SIZES:
+        monkeypatch.setattr(int4_gemm, "plan", lambda *_, splits=splits: int4_gemm.Int4Plan(tile, splits))
+        x = from_bf16(to_bf16(0.1 * floats(rng, tile.rows + more, width)))
+        bias = floats(rng, columns) if "zeros" in op else None
+        arrays = stored(op, floats(rng, columns, width), rng)
+        words, scale, *zero = packed("linear_int4", arrays, device)
+        given = tensor(x, device).to(dtype), words, scale, zero[0] if zero else None, tensor(bias, device)
+        expected = result("linear_int4", x, arrays, bias)
+        assert distance(cuda.linear_int4(*given), expected) < limit
+        assert distance(cuda.gated_linear_int4(*given), reference.swiglu(expected)) < limit
+
+
+def test_plans_have_no_empty_split_and_are_those_that_the_warm_up_runs(monkeypatch):
+    """An empty split would wait for columns forever. A number of rows whose kernels the warm-up did not run would be
+    computed while a request waits.
+    """
+    if not int4_gemm:
+        pytest.skip("this Triton has no Gluon")
+    monkeypatch.setattr(int4_gemm, "IS_SUPPORTED", True)
+    monkeypatch.setattr(int4_gemm, "num_sms", lambda: 132)
+    sizes = np.array(warm_up._sizes(4096))
+    for columns, width in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (896, 4864), (3584, 18944)):
+        for num_rows in range(9, 2049):
+            blocks = -(-width // 256)
+            plan = int4_gemm.plan(num_rows, columns, blocks, width)
+            assert plan is None or (plan.splits - 1) * -(-blocks // plan.splits) < blocks
+            ran = int(sizes[sizes <= num_rows].max())
+            assert plan == int4_gemm.plan(ran, columns, blocks, width)
+        assert int4_gemm.plan(2049, columns, blocks, width) is None
 
 
 def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_zeros(device):

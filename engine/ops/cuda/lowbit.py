@@ -3,13 +3,14 @@
 A word of 16 bits has the codes of 2 or 4 columns that are 64 apart, so that each of its parts makes of a tile of words
 a tile of 64 columns, in registers, as the tensor cores take it; one row does without these (gemv.py). With
 `linear_a8w8` the codes themselves are multiplied. Of 4-bit codes in groups of 32 the columns of a word are 32 apart, so
-that a part is a group there, too.
+that a part is a group there, too. On Hopper, products of 9 to 2,048 rows with 4-bit codes have a kernel of their own
+(int4_gemm.py).
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -22,6 +23,13 @@ from engine.ops.cuda.lowbit_kernels import add_splits, gemm
 from engine.ops.cuda.lowbit_skinny_gemm import int4_skinny_gemm, skinny_gemm
 from engine.ops.cuda.lowbit_values import codes_of, unpack
 from engine.ops.cuda.pointwise import swiglu
+
+if TYPE_CHECKING:
+    from engine.ops.cuda.int4_gemm import Int4Plan
+try:
+    from engine.ops.cuda import int4_gemm
+except ImportError:  # a Triton without Gluon
+    int4_gemm = None  # type: ignore[assignment]
 
 MAX_SKINNY_ROWS = 16  # of x, that the skinny kernels take
 MAX_PACKED_ROWS = 512  # of x; for more of them weights are unpacked once for a product of cuBLAS
@@ -145,15 +153,26 @@ logits_int8 = partial(linear_int8, dtype=torch.float32)
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool) -> Tensor:
     num_rows, is_whole = len(x), weight.words.dtype == torch.int8
-    if num_rows > MAX_PACKED_ROWS and not is_whole:
+    planned = _int4_plan(x, weight)
+    if num_rows > MAX_PACKED_ROWS and not is_whole and not planned:
         y = functional.linear(_rounded(x).to(x.dtype), unpack(weight, x), None if bias is None else bias.to(x.dtype))
         return swiglu(y) if is_gated else y.to(dtype)
-    fused = is_gated and num_rows <= MAX_SKINNY_ROWS
+    fused = is_gated and (planned.splits == 1 if planned else num_rows <= MAX_SKINNY_ROWS)
     out = x.new_empty(num_rows, len(weight.words) // (1 + fused), dtype=dtype)
-    if num_rows:
+    if planned:
+        int4_gemm.multiply(_rounded(x), weight, bias, out, planned)
+    elif num_rows:
         given = codes_of(x) if is_whole else (_rounded(x), x)
         _launch(given, weight, bias, out, is_gated=fused)
     return swiglu(out) if is_gated and not fused else out
+
+
+def _int4_plan(x: Tensor, weight: PackedWeight) -> Int4Plan | None:
+    """Return the plan of the product if the kernel for Hopper computes it."""
+    if int4_gemm is None or weight.scale.dtype != torch.int64:
+        return None
+    num_weights, num_blocks, _ = weight.words.shape
+    return int4_gemm.plan(len(x), num_weights, num_blocks, x.shape[1])
 
 
 def _rounded(x: Tensor) -> Tensor:

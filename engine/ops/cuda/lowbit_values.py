@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -10,20 +12,25 @@ from torch import Tensor
 from engine.ops.cuda.launch import INTERPRETED, PDL, begin_next, kernel, wait_for_inputs
 
 
-def _nibbles(has_zero: bool) -> str:
-    """Return the instructions that make weights of two words at a time: a code in the low bits of 128.0 in bf16 is the
-    number 128 + code. All are in one block, because what is computed between the instructions of the tensor cores makes
-    them wait.
+def _nibbles(parts: Sequence[int], has_zero: bool) -> str:
+    """Return the instructions that make weights of the given parts of two words at a time: a code in the low bits of
+    128.0 in bf16 is the number 128 + code. All are in one block, because what is computed between the instructions of
+    the tensor cores makes them wait.
     """
+    count = len(parts)  # of results, which are before the words in the list of operands, and of scales and zeros after
     lines = ["{", ".reg .b32 t, origin;", "mov.b32 origin, 0x43084308;"]
-    for part in range(4):
-        lines.append(f"shr.b32 t, $4, {4 * part}; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;")
-        lines.append("sub.rn.bf16x2 t, t, origin;" + f" sub.rn.bf16x2 t, t, ${9 + part};" * has_zero)
-        lines.append(f"mul.rn.bf16x2 ${part}, t, ${5 + part};")
+    for at, part in enumerate(parts):
+        lines.append(f"shr.b32 t, ${count}, {4 * part}; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;")
+        lines.append("sub.rn.bf16x2 t, t, origin;" + f" sub.rn.bf16x2 t, t, ${2 * count + 1 + at};" * has_zero)
+        lines.append(f"mul.rn.bf16x2 ${at}, t, ${count + 1 + at};")
     return "\n".join(lines) + "\n}"
 
 
-NIBBLES, NIBBLES_LESS_ZEROS = tl.constexpr(_nibbles(False)), tl.constexpr(_nibbles(True))
+NIBBLES, NIBBLES_LESS_ZEROS = (tl.constexpr(_nibbles(range(4), has_zero)) for has_zero in (False, True))
+# The instructions for each part alone.
+NIBBLE, NIBBLE_LESS_ZERO = (
+    tl.constexpr(tuple(_nibbles([part], has_zero) for part in range(4))) for has_zero in (False, True)
+)
 # Of codes of 8 bits the lower seven, of which 128, or with the highest bit set 256, is taken.
 BYTES = tl.constexpr("""{
 .reg .b32 t, low, high;
