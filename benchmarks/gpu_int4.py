@@ -80,11 +80,7 @@ def main() -> None:
     for product in PRODUCTS:
         runs = cases(product, args.group)
         inputs = [torch.randn(rows, product.width, device="cuda", dtype=torch.bfloat16) for rows in args.rows]
-        with compiler.recording():
-            for x in inputs:
-                for run in runs.values():
-                    run(x)
-        compiler.compile()
+        compiler.compile_missing(lambda runs=runs, inputs=inputs: [run(x) for x in inputs for run in runs.values()])
         for x in inputs:
             times = {name: microseconds(lambda run=run, x=x: run(x)) / run.copies for name, run in runs.items()}  # type: ignore
             for name, time in times.items():
