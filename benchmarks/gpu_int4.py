@@ -1,13 +1,14 @@
 """Time of products with 4-bit weights on one GPU: `python -m benchmarks.gpu_int4`.
 
-Shows microseconds of each product of a layer of Llama-3-8B and their sum: in bfloat16, with 4-bit weights as on other
-GPUs than Hopper, and as the server computes them. Each case is a CUDA graph of products with several matrices, so that
-few of the weights are in the L2 cache. gate_up includes its activation.
+Shows microseconds of each product of a layer of Llama-3-8B and their sum: in bfloat16, with 4-bit weights and the
+kernels of all GPUs, and with those of captured steps. Each case is a CUDA graph of products with several matrices, so
+that few of the weights are in the L2 cache. gate_up includes its activation.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from benchmarks.gpu_times import microseconds
 from engine.executors.cuda.compilation import KernelCompiler
 from engine.ops import cuda
-from engine.ops.cuda import lowbit
+from engine.ops.cuda import launch
 
 LEAST_BYTES = 300e6  # that all matrices of a case have
 
@@ -53,17 +54,15 @@ def cases(product: Product, group: int) -> dict[str, Callable[[torch.Tensor], No
     prefix = "gated_" if product.is_gated else ""
     num_copies = int(LEAST_BYTES // (product.columns * product.width // 2)) + 1
     weights = {"bfloat16": [dense(product) for _ in range(num_copies // 4 + 1)]}
-    weights["4 bits, other GPUs"] = weights["4 bits"] = [packed(product, group) for _ in range(num_copies)]
+    weights["4 bits, other kernels"] = weights["4 bits"] = [packed(product, group) for _ in range(num_copies)]
 
     def runner(name: str, matrices: list[list[Any]]) -> Callable[[torch.Tensor], None]:
         op = getattr(cuda, f"{prefix}linear" if name == "bfloat16" else f"{prefix}linear_int4")
-        kernels = None if "other" in name else lowbit.int4_gemm
 
         def run(x: torch.Tensor) -> None:
-            before, lowbit.int4_gemm = lowbit.int4_gemm, kernels  # type: ignore[assignment]
-            for matrix in matrices:
-                op(x, *matrix)
-            lowbit.int4_gemm = before
+            with contextlib.nullcontext() if "other" in name else launch.captured():
+                for matrix in matrices:
+                    op(x, *matrix)
 
         run.copies = len(matrices)  # type: ignore[attr-defined]
         return run

@@ -15,7 +15,7 @@ from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.executors.reference import ReferenceExecutor  # noqa: E402
 from engine.models.quantize import to_int4, to_int8  # noqa: E402
 from engine.ops import cuda, reference  # noqa: E402
-from engine.ops.cuda import experts_fp8, lowbit  # noqa: E402
+from engine.ops.cuda import experts_fp8, launch, lowbit  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, array, assert_close, distance, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.cuda.test_executor import SETTINGS, generate, golden  # noqa: E402
@@ -84,11 +84,11 @@ def result(op, x, arrays, bias):
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("op", [*OPS, "linear_int4 as on other GPUs than Hopper"])
+@pytest.mark.parametrize("op", [*OPS, "linear_int4 in a CUDA graph"])
 def test_products_of_16_bits_are_as_good_as_these_are(device, monkeypatch, op, dtype):
     """The sizes are those of models, so that every kernel runs as it does there."""
-    if "other GPUs" in op:
-        monkeypatch.setattr(lowbit, "int4_gemm", None)
+    if "CUDA graph" in op:
+        monkeypatch.setattr(lowbit, "is_captured", lambda: True)
     rng = np.random.default_rng(0)
     name = op.split()[0]
     for columns, width in ((4096, 896), (10240, 1024), (24576, 256)):
@@ -105,7 +105,7 @@ def test_products_of_16_bits_are_as_good_as_these_are(device, monkeypatch, op, d
 
 
 int4_gemm = lowbit.int4_gemm
-TILES = [*(tile for tile, _ in int4_gemm.SMALL_TILES.values()), *int4_gemm.LARGE_TILES] if int4_gemm else []
+TILES = int4_gemm.TILES if int4_gemm else []
 # Rows beyond those of a tile, columns, width, splits: several tiles, none of the sizes a multiple of one.
 TILED_SIZES = [(-3, 544, 1032, 1), (5, 1056, 4096, 1), (0, 528, 1288, 2), (13, 288, 2600, 3)]
 
@@ -130,8 +130,9 @@ def test_every_tile_of_the_kernel_for_hopper_gives_the_product(device, monkeypat
         words, scale, *zero = packed("linear_int4", arrays, device)
         given = tensor(x, device).to(dtype), words, scale, zero[0] if zero else None, tensor(bias, device)
         expected = result("linear_int4", x, arrays, bias)
-        assert distance(cuda.linear_int4(*given), expected) < limit
-        assert distance(cuda.gated_linear_int4(*given), reference.swiglu(expected)) < limit
+        with launch.captured():
+            assert distance(cuda.linear_int4(*given), expected) < limit
+            assert distance(cuda.gated_linear_int4(*given), reference.swiglu(expected)) < limit
 
 
 def test_plans_have_no_empty_split_and_are_those_that_the_warm_up_runs(monkeypatch):
@@ -144,12 +145,13 @@ def test_plans_have_no_empty_split_and_are_those_that_the_warm_up_runs(monkeypat
     monkeypatch.setattr(int4_gemm, "num_sms", lambda: 132)
     sizes = np.array(warm_up._sizes(4096))
     for columns, width in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (896, 4864), (3584, 18944)):
-        for num_rows in range(9, 2049):
+        for num_rows in range(65, 2049):
             blocks = -(-width // 256)
             plan = int4_gemm.plan(num_rows, columns, blocks, width)
             assert plan is None or (plan.splits - 1) * -(-blocks // plan.splits) < blocks
             ran = int(sizes[sizes <= num_rows].max())
             assert plan == int4_gemm.plan(ran, columns, blocks, width)
+        assert int4_gemm.plan(64, columns, blocks, width) is None
         assert int4_gemm.plan(2049, columns, blocks, width) is None
 
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from engine.executors.cuda.compilation import KernelCompiler
+from engine.ops.cuda import launch
 
 Result = TypeVar("Result")
 
@@ -22,13 +23,13 @@ class GraphCapture:
 
     def __call__(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Return the graph of what `run` launches, and its result, which a replay overwrites."""
-        result, graph = run(), torch.cuda.CUDAGraph()  # the first call lets libraries initialize
-        torch.cuda.synchronize(self._device)
-        if self._pool is None:
-            return graph, result
-        with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):  # NCCL has a thread of its own
-            result = run()
-        return graph, result
+        with launch.captured():
+            result, graph = run(), torch.cuda.CUDAGraph()  # the first call lets libraries initialize
+            torch.cuda.synchronize(self._device)
+            if self._pool is None:
+                return graph, result
+            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):  # NCCL has its own thread
+                return graph, run()
 
 
 def capture_graphs(

@@ -1,4 +1,4 @@
-"""Products of packed 4-bit weights (lowbit.py) with 9 to 2,048 rows on Hopper: the choice of tiles, and the launch."""
+"""Products of packed 4-bit weights (lowbit.py) with 65 to 2,048 rows in CUDA graphs on Hopper: tiles and launch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.ops.cuda.launch import CAN_BE, PDL, num_sms
 from engine.ops.cuda.lowbit_kernels import add_splits
 
 IS_SUPPORTED = CAN_BE and torch.cuda.get_device_capability()[0] == 9
-MIN_ROWS, MAX_ROWS = 9, 2048
+MIN_ROWS, MAX_ROWS = 65, 2048
 MIN_BLOCKS = 4  # of columns, that are worth a program
 MAX_SPLITS = 8
-REGISTERS = {1: 240, 2: 104}  # of a thread that multiplies, by the programs of an SM
-MAX_REGISTERS = {1: 168, 2: 80}  # of a thread when a program begins: a third of those of three groups of warps
+REGISTERS = 240  # of a thread that multiplies
+MAX_REGISTERS = 168  # of a thread when a program begins: a third of those of three groups of warps
 
 
 class Int4Tile(NamedTuple):
@@ -29,7 +29,6 @@ class Int4Tile(NamedTuple):
     weights: int  # rows of weights of each group of warps
     rows: int  # of x
     stages: int  # blocks of words in shared memory, for each group of warps
-    per_sm: int  # programs that run at once on an SM
 
 
 class Int4Plan(NamedTuple):
@@ -39,15 +38,10 @@ class Int4Plan(NamedTuple):
     splits: int  # of the columns, whose sums are added up by another kernel
 
 
-# By rows: the tile, and the number of programs up to which splits are worth their sums, as measured on an H100.
-SMALL_TILES = {
-    16: (Int4Tile(64, 16, 4, 2), 96),
-    32: (Int4Tile(64, 32, 4, 2), 96),
-    64: (Int4Tile(64, 64, 2, 2), 144),
-}
-LARGE_TILES = Int4Tile(128, 128, 2, 1), Int4Tile(64, 128, 4, 1)
-LARGE_PROGRAMS = 132
-LITTLE = 1024  # tiles of 128 rows of weights times blocks, up to which the other kernels are faster from 65 rows on
+# As measured on an H100
+TILES = Int4Tile(128, 128, 2), Int4Tile(64, 128, 4)
+PROGRAMS = 132  # up to which splits are worth their sums
+LITTLE = 1024  # tiles of 128 rows of weights times blocks, up to which the other kernels are faster
 
 
 def plan(num_rows: int, num_weights: int, num_blocks: int, width: int) -> Int4Plan | None:
@@ -57,19 +51,15 @@ def plan(num_rows: int, num_weights: int, num_blocks: int, width: int) -> Int4Pl
     is_possible = IS_SUPPORTED and num_weights % 16 == 0 and num_weights >= 128 and width % 8 == 0
     if not is_possible or not MIN_ROWS <= num_rows <= MAX_ROWS:
         return None
-    rows = max(16, triton.next_power_of_2(num_rows))
+    rows = triton.next_power_of_2(num_rows)
 
     def count(tile: Int4Tile) -> int:
         return triton.cdiv(rows, tile.rows) * triton.cdiv(num_weights, GROUPS.value * tile.weights)
 
-    if rows in SMALL_TILES:
-        tile, programs = SMALL_TILES[rows]
-    else:
-        tile = min(LARGE_TILES, key=lambda tile: triton.cdiv(count(tile), num_sms()) * tile.weights)
-        programs = LARGE_PROGRAMS
-        if count(LARGE_TILES[1]) * num_blocks <= LITTLE:
-            return None
-    splits = max(1, min(programs // count(tile), num_blocks // MIN_BLOCKS, MAX_SPLITS))
+    if count(TILES[1]) * num_blocks <= LITTLE:
+        return None
+    tile = min(TILES, key=lambda tile: triton.cdiv(count(tile), num_sms()) * tile.weights)
+    splits = max(1, min(PROGRAMS // count(tile), num_blocks // MIN_BLOCKS, MAX_SPLITS))
     return Int4Plan(tile, triton.cdiv(num_blocks, triton.cdiv(num_blocks, splits)))  # without empty splits
 
 
@@ -86,13 +76,13 @@ def multiply(
     is_staged = splits == 1 and out.dtype != torch.float32
     sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_weights, GROUPS.value * tile.weights) * splits
-    gemm[(min(num_tiles, tile.per_sm * num_sms()),)](
+    gemm[(min(num_tiles, num_sms()),)](
         _descriptor(rows_of_words.transpose(0, 1) if is_gated else rows_of_words, tile.weights // 16, 2, 8, width),
         _descriptor(x, tile.rows, width), scale, scale if zero is None else zero, scale if bias is None else bias,
         _descriptor(out, tile.rows, TILE.value // (1 + is_gated)) if is_staged else sums,
         num_rows, columns, num_blocks, splits, zero is not None, bias is not None, is_gated, is_staged,
-        tile.stages * (64 // width), REGISTERS[tile.per_sm],
-        num_warps=4, maxnreg=MAX_REGISTERS[tile.per_sm], **PDL,
+        tile.stages * (64 // width), REGISTERS,
+        num_warps=4, maxnreg=MAX_REGISTERS, **PDL,
     )  # fmt: skip
     if splits > 1:
         add_splits(sums, out)

@@ -57,7 +57,7 @@ def kernel(function: Callable) -> Any:
     return triton.jit(function, do_not_specialize=STEP_SIZES, do_not_specialize_on_alignment=STEP_ARRAYS)
 
 
-_is_recording = False
+_is_recording = _is_captured = False
 
 
 @contextlib.contextmanager
@@ -69,6 +69,22 @@ def recording() -> Iterator[None]:
         yield
     finally:
         _is_recording = False
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[None]:
+    """Mark launches inside the context as those of a CUDA graph, which may take the host long: they happen once."""
+    global _is_captured
+    _is_captured = True
+    try:
+        yield
+    finally:
+        _is_captured = False
+
+
+def is_captured() -> bool:
+    """Return whether what is launched now becomes a part of a CUDA graph."""
+    return _is_captured
 
 
 def new_indices(like: Tensor, *shape: int) -> Tensor:

@@ -3,8 +3,8 @@
 A word of 16 bits has the codes of 2 or 4 columns that are 64 apart, so that each of its parts makes of a tile of words
 a tile of 64 columns, in registers, as the tensor cores take it; one row does without these (gemv.py). With
 `linear_a8w8` the codes themselves are multiplied. Of 4-bit codes in groups of 32 the columns of a word are 32 apart, so
-that a part is a group there, too. On Hopper, products of 9 to 2,048 rows with 4-bit codes have a kernel of their own
-(int4_gemm.py).
+that a part is a group there, too. On Hopper, 4-bit products of 65 to 2,048 rows in CUDA graphs have a kernel of their
+own (int4_gemm.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.ops.cuda.gemv import PackedArrays, multiply
-from engine.ops.cuda.launch import INTERPRETED, PDL
+from engine.ops.cuda.launch import INTERPRETED, PDL, is_captured
 from engine.ops.cuda.lowbit_kernels import add_splits, gemm
 from engine.ops.cuda.lowbit_skinny_gemm import int4_skinny_gemm, skinny_gemm
 from engine.ops.cuda.lowbit_values import codes_of, unpack
@@ -168,8 +168,9 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.d
 
 
 def _int4_plan(x: Tensor, weight: PackedWeight) -> Int4Plan | None:
-    """Return the plan of the product if the kernel for Hopper computes it."""
-    if int4_gemm is None or weight.scale.dtype != torch.int64:
+    """Return the plan of the product if the kernel for Hopper computes it: only in CUDA graphs, because the host needs
+    longer to launch it than prompts of 1,024 tokens take with the other kernels."""
+    if int4_gemm is None or weight.scale.dtype != torch.int64 or not is_captured():
         return None
     num_weights, num_blocks, _ = weight.words.shape
     return int4_gemm.plan(len(x), num_weights, num_blocks, x.shape[1])
