@@ -43,6 +43,7 @@ from gateway.app_keys import (
     VLLM_GENERATE,
     name_adapter,
     num_labels,
+    served_config,
     served_name,
 )
 from gateway.backend import Backend
@@ -198,7 +199,7 @@ async def log_request(request: web.Request, handler: Handler) -> web.StreamRespo
     """
     protocols, headers = _protocols_of(request.path), request.headers
     context = request[CONTEXT] = RequestContext(
-        request.path, served_name(request.app), protocols, headers, config=request.app[CONFIG]
+        request.path, served_name(request.app), protocols, headers, config=served_config(request.app)
     )
     context.request_id = request_id_of(context)
     running = request.app[RUNNING]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -47,6 +49,17 @@ DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")  # r
 def served_name(app: web.Application) -> str:
     """Return the name of the served model, as clients see it."""
     return app[SERVED].name(app[CONFIG].served_model_name)
+
+
+def served_config(app: web.Application) -> Config:
+    """Return the settings, with the folder of the model that is served now, which a reload changes."""
+    graph_dir = app[SERVED].now().graph_dir
+    return _with_graph(app[CONFIG], graph_dir) if graph_dir else app[CONFIG]
+
+
+@functools.lru_cache(maxsize=2)
+def _with_graph(config: Config, graph_dir: str) -> Config:
+    return replace(config, graph_dir=graph_dir)
 
 
 def name_adapter(context: RequestContext, exchange: Exchange, model: str | None) -> None:

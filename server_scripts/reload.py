@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from dataclasses import replace as changed
 from pathlib import Path
 
 from engine.errors import SetupError
@@ -74,6 +75,11 @@ class ReloadTarget:
     fingerprint: str
     specs: Sequence[ChildSpec]  # specs of all children
 
+    @property
+    def served(self) -> Served:
+        """Return what the other processes are told about this model when it serves."""
+        return Served(self.id, self.label, graph_dir=self.specs[0].env.get("GRAPH_DIR", ""))
+
 
 def take_reload_request(run_dir: RunDir) -> ReloadRequest | None:
     """Return the pending request and remove its file, or return None."""
@@ -86,11 +92,11 @@ def take_reload_request(run_dir: RunDir) -> ReloadRequest | None:
     return wanted
 
 
-def release(run_dir: RunDir) -> None:
-    """Let waiting requests continue, whichever model is served."""
-    if (served := ServedModel(run_dir.path).now()).is_changing:
+def release(run_dir: RunDir, served: Served | None = None) -> None:
+    """Let waiting requests continue with the model `served`, or else with the one that is served."""
+    if (current := ServedModel(run_dir.path).now()).is_changing:
         try:
-            run_dir.write(SERVED_FILE, Served(served.id, served.name).text())
+            run_dir.write(SERVED_FILE, changed(served or current, is_changing=False).text())
         except OSError as error:
             log.error("%s could not be written: %s", SERVED_FILE, error)
             (run_dir.path / SERVED_FILE).unlink()
@@ -113,20 +119,24 @@ def change_model(supervisor: Supervisor, wanted: ReloadRequest) -> None:
     try:
         specs = all_specs(supervisor.config, Path(wanted.graph_dir), wanted.label, run_dir)
         new = ReloadTarget(uuid.uuid4().hex, wanted.label, wanted.fingerprint, specs)
-        is_changed = drain(supervisor, old, report) and replace(supervisor, old, new, report)
+        is_changed = drain(supervisor, old, new, report) and replace(supervisor, old, new, report)
     except (SetupError, OSError) as error:  # raised before any process was ended
         report(f"failed: {error}")
     finally:
-        release(run_dir)
+        release(run_dir, new.served if is_changed else old.served)
         status.exit_status = 0 if is_changed else 1
         status.write(run_dir)
 
 
-def drain(supervisor: Supervisor, old: ReloadTarget, report: Callable[[str], None]) -> bool:
-    """Make new requests wait and let running ones finish. Return False if the server is asked to stop."""
+def drain(supervisor: Supervisor, old: ReloadTarget, new: ReloadTarget, report: Callable[[str], None]) -> bool:
+    """Make new requests wait and let running ones finish. Return False if the server is asked to stop.
+
+    Requests that wait are read by the chat template of the new model, which will answer them.
+    """
     run_dir, drain_s = supervisor.run_dir, supervisor.config.drain_timeout_s
     end_at = time.monotonic() + drain_s
-    run_dir.write(SERVED_FILE, Served(old.id, old.label, is_changing=True).text())
+    waiting = changed(old.served, is_changing=True, graph_dir=new.served.graph_dir)
+    run_dir.write(SERVED_FILE, waiting.text())
     run_dir.write(STOPPING_FILE, Stopping(end_at, WHY, end_at).text())
     supervisor.set_phase("changing")  # in this phase another supervisor cannot take over
     report(f"new requests wait; running ones may finish within {drain_s:g} s")
@@ -153,7 +163,7 @@ def replace(supervisor: Supervisor, old: ReloadTarget, new: ReloadTarget, report
     progress = StartProgress(supervisor, report)
     try:
         # Written now, so that a part of the old model's answer is never continued by the new model.
-        supervisor.run_dir.write(SERVED_FILE, Served(new.id, new.label, is_changing=True).text())
+        supervisor.run_dir.write(SERVED_FILE, changed(new.served, is_changing=True).text())
         install(supervisor, new)
         supervisor.bring_up(progress)
         if supervisor.num_stop_signals:
@@ -199,7 +209,7 @@ def install(supervisor: Supervisor, model: ReloadTarget) -> None:
 def restore_old_model(supervisor: Supervisor, old: ReloadTarget) -> None:
     """Restart the old model as after a crash, and wait for it no longer than for a start."""
     with contextlib.suppress(OSError):  # partially received answers cannot be continued without it
-        supervisor.run_dir.write(SERVED_FILE, Served(old.id, old.label, is_changing=True).text())
+        supervisor.run_dir.write(SERVED_FILE, changed(old.served, is_changing=True).text())
     supervisor.set_phase("changing")
     supervisor.start_all()
     deadline = time.monotonic() + supervisor.config.start_timeout_s

@@ -16,6 +16,7 @@ class Served:
     id: str = ""  # never two models have the same; empty: the one of the start
     name: str = ""  # for /v1/models; empty: as the settings say
     is_changing: bool = False  # new requests wait, so that the open ones can end
+    graph_dir: str = ""  # its folder, whose chat template requests are read by; empty: as the settings say
 
     def text(self) -> str:
         return json.dumps(asdict(self))

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,9 @@ def main(folder: Path, children: dict[str, str], options: dict) -> int:
     serve.TURN_S = 0.05  # its tests wait for what the next turn notes
     # In place of a model's folder, what its engine is to do.
     reload.all_specs = lambda config, graph_dir, label, run_dir: [
-        a_spec(name, graph_dir.name if name == "engine" else what, folder) for name, what in children.items()
+        replace(spec, env={**spec.env, "GRAPH_DIR": graph_dir.name})
+        for name, what in children.items()
+        for spec in [a_spec(name, graph_dir.name if name == "engine" else what, folder)]
     ]
     supervisor = Supervisor(
         specs=[a_spec(name, what, folder) for name, what in children.items()],

@@ -89,6 +89,22 @@ def test_one_that_came_between_the_models_is_asked_of_the_next(tmp_path, write, 
         assert '"tokens_all":"ab"' in asking.answer()[1]
 
 
+@pytest.mark.parametrize("is_changing", [False, True])
+def test_a_request_is_read_by_the_chat_template_of_the_new_model(tmp_path, write, is_changing):
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }}<tool_call>")
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    with running(FakeBackend(call), run_dir=str(tmp_path)) as gateway:
+        status, error = gateway.refused(CHAT, body)
+        assert status == 400 and "not known to the chat template" in error["error"]["message"]
+        write("", "old", is_changing, graph_dir=str(tmp_path))
+        asking = Asking(gateway, body)
+        time.sleep(0.1 if is_changing else 0)
+        write("new id", "new", graph_dir=str(tmp_path))
+        status, text = asking.answer()
+    assert status == 200 and '"tool_calls":[{' in text
+
+
 def test_it_waits_as_long_as_for_an_answer(tmp_path, write):
     backend = FakeBackend("a")
     write("", "old", is_changing=True)

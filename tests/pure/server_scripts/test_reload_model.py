@@ -53,7 +53,7 @@ def test_engine_and_tritonserver_are_started_anew_and_the_others_go_on(tmp_path)
         assert {name for name, pid in pids_of(server).items() if before.get(name) == pid} == {"gateway-0", "health"}
         state, first = server.state, served.now()
         assert (state.phase, state.model, state.fingerprint) == ("ready", "a good model", "its fingerprint")
-        assert first == Served(first.id, "a good model") and first.id
+        assert first == Served(first.id, "a good model", graph_dir="good") and first.id
         assert not (server.run_dir.path / STOPPING_FILE).exists()
         assert reloaded(server, "another")[0] == 0
         assert served.now().id not in ("", first.id)
@@ -69,7 +69,7 @@ def test_open_requests_may_end_until_the_drain_timeout_and_new_ones_wait_meanwhi
         announced = Stopping.of((server.run_dir.path / STOPPING_FILE).read_text())
         assert announced.refuse_at == announced.end_at > time.monotonic() + TIMEOUT_S / 2
         assert announced.why == WHY
-        assert ServedModel(server.run_dir.path).now() == Served("", "fake", is_changing=True)
+        assert ServedModel(server.run_dir.path).now() == Served("", "fake", is_changing=True, graph_dir="good")
         num_asked = server.num_asked
         server.wait_until(lambda: server.num_asked > num_asked + 5)
         assert "engine ended" not in server.notes
