@@ -57,6 +57,7 @@ from gateway.health import ANSWER_WITHIN_S, readiness
 from gateway.http_responses import CONTEXT, REQUEST_TIMEOUT
 from gateway.middleware import CLIENT_DISCONNECTED, UNGUARDED, errors_as_json
 from gateway.openai.output_syntax import output_syntax_of
+from gateway.openai.sampling_defaults import add_sampling_defaults
 from gateway.openapi import openapi_document
 from gateway.protocol import ClientProtocol, Exchange, RequestContext
 from gateway.request_id import UniqueIdBackend, given_id, request_id_of, take_answer_id
@@ -68,6 +69,7 @@ from gateway.triton import metadata as triton
 log = logging.getLogger(__name__)
 
 WITH_NATIVE_FIELDS: Sequence[ClientProtocol] = (NATIVE, TRITON_TEXT, TRITON)
+WITH_MODEL_DEFAULTS: Sequence[ClientProtocol] = (OPENAI, RESPONSES, ANTHROPIC)
 PROTOCOLS: Sequence[ClientProtocol] = (  # the first one that recognizes the body handles the request
     *(NATIVE, OPENAI, RESPONSES, ANTHROPIC, EMBEDDINGS, *SCORING, VLLM_GENERATE, TRITON_TEXT, TRITON),
 )
@@ -158,6 +160,8 @@ def _parse(body: dict[str, Any], context: RequestContext) -> Exchange:
     context.given_id = given_id(context)
     if context.given_id and protocol not in WITH_NATIVE_FIELDS:
         body["request_id"] = context.given_id
+    if protocol in WITH_MODEL_DEFAULTS:
+        add_sampling_defaults(body, context.config)
     exchange = protocol.parse(body, context)
     take_answer_id(context, exchange)
     if protocol not in WITH_NATIVE_FIELDS:

@@ -20,6 +20,14 @@ class Answers:
     push_mode_http_workers: int = setting(
         1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP and gRPC ports", minimum=1, maximum=64
     )
+    generation_config: str = setting(
+        "auto",
+        "GENERATION_CONFIG",
+        "`auto`: OpenAI's and Anthropic's requests without `temperature`, `top_p`, `top_k`, `min_p` or"
+        " `repetition_penalty` take them from generation_config.json of the model; `none`: they take OpenAI's defaults",
+        choices=("auto", "none"),
+        synonyms={"vllm": "none"},  # vLLM's name
+    )
     reasoning_parser: str = setting(
         "none",
         "REASONING_PARSER",

@@ -79,6 +79,9 @@ ROWS: tuple[OptionRow, ...] = (
     sets("--enable-prefix-caching", "ENABLE_PREFIX_CACHING", *BOTH, remark="on by default"),
     sets("--reasoning-parser", "REASONING_PARSER", *BOTH),
     sets("--tool-call-parser", "TOOL_CALL_PARSER", *BOTH),
+    sets(
+        "--generation-config", "GENERATION_CONFIG", VLLM, remark="`auto` (the default), or `vllm` for OpenAI's defaults"
+    ),
     sets("--load-format", "LOAD_FORMAT", VLLM),
     sets("--hf-overrides", "HF_OVERRIDES", VLLM),
     sets("--nnodes", "MP_NNODE", VLLM),
@@ -135,7 +138,6 @@ ROWS: tuple[OptionRow, ...] = (
     ignored("--disable-log-requests", "log lines have the ids of requests, never their texts", VLLM, is_flag=True),
     ignored("--disable-log-stats", "figures are at /metrics, not in the log", VLLM, is_flag=True),
     ignored("--distributed-executor-backend", "every rank is a process of this server", VLLM),
-    ignored("--generation-config", "generation_config.json of the model gives the defaults of requests", VLLM),
     sets("--enable-expert-parallel", "ENABLE_EXPERT_PARALLEL", *BOTH),
     refused(
         "--pipeline-parallel-size", "layers are divided over ranks, --mp-num", VLLM, aliases=("-pp",), harmless=("1",)
