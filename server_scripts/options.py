@@ -56,7 +56,7 @@ class OptionParser(argparse.ArgumentParser):
             "examples:\n  start_server Qwen/Qwen2.5-0.5B-Instruct --port 8000\n"
             "  start_server ./folder --max-dec-len 4096\n  stop_server\n\n"
             "Every setting of docs/settings.md is an option and an environment variable; the option wins. Options of"
-            "\nvLLM, FastDeploy, TGI and llama-server are taken as well, or answered: docs/migrating.md."
+            "\nvLLM, SGLang, FastDeploy, TGI and llama-server are taken as well, or answered: docs/migrating.md."
         )
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(

@@ -77,7 +77,7 @@ class ReloadTarget:
 
     @property
     def served(self) -> Served:
-        """Return what the other processes are told about this model when it serves."""
+        """Return the entry of the file of the served model for this model."""
         return Served(self.id, self.label, graph_dir=self.specs[0].env.get("GRAPH_DIR", ""))
 
 

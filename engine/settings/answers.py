@@ -13,6 +13,17 @@ from engine.settings.setting import expanded, setting
 # By REASONING_PARSER: an answer begins with a thought "never", "may" if it says so, "does" whether it says so or not.
 REASONING_MODES = {"none": "never", "qwen3": "may", "deepseek_r1": "does", "ernie": "does"}
 OF_ERNIE = ("ernie-x1", "ernie-45-vl", "ernie-45-vl-thinking", "ernie45")  # FastDeploy's names of its parsers, vLLM's
+REASONING_SYNONYMS = {  # other names of the first two are SGLang's and vLLM's
+    **dict.fromkeys(("deepseek-r1", "qwen3-thinking"), "deepseek_r1"),
+    **dict.fromkeys(("deepseek-v3", "deepseek_v3"), "qwen3"),  # its chat template begins and ends thoughts
+    **dict.fromkeys(OF_ERNIE, "ernie"),
+}
+TOOL_CALL_SYNONYMS = {
+    **dict.fromkeys(("ernie", *OF_ERNIE), "hermes"),  # which is how its models write them
+    **dict.fromkeys(("qwen", "qwen25"), "hermes"),  # SGLang's names, as "llama3" and "deepseekv3" are
+    "llama3": "llama3_json",
+    **dict.fromkeys(("deepseekv3", "deepseekv31", "deepseek_v3", "deepseek_v31"), "deepseek"),
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,7 @@ class Answers:
         "the reasoning of the model is separated in OpenAI's answers, and structured output begins "
         "after it: the kind of model",
         choices=tuple(REASONING_MODES),
-        synonyms=dict.fromkeys(OF_ERNIE, "ernie"),
+        synonyms=REASONING_SYNONYMS,
     )
     tool_call_parser: str = setting(
         "auto",
@@ -42,7 +53,7 @@ class Answers:
         "how the model writes calls of tools; `auto`: as its chat template does; or a file `*.py` that tells it",
         choices=("auto", "none", "hermes", "llama3_json", "mistral", "deepseek"),
         other=".py",
-        synonyms=dict.fromkeys(("ernie", *OF_ERNIE), "hermes"),  # which is how its models write them
+        synonyms=TOOL_CALL_SYNONYMS,
     )
     guided_decoding_disable_any_whitespace: bool = setting(
         False,

@@ -34,6 +34,7 @@ class Model:
         "DEVICE",
         "what runs the graph; `auto`: a GPU if torch is installed and sees one",
         choices=("auto", "cpu", "gpu"),
+        synonyms={"cuda": "gpu"},  # vLLM's and SGLang's name
     )
     load_format: str = setting(
         "auto",

@@ -27,6 +27,7 @@ LORAS_FILE = "loras.json"  # which adapters the Triton model has, for the one af
 ENGINE_SOCKET = "engine.sock"
 TRITON_FOLDER, TRITON_SOCKET, TRITON_PAGE = ".triton", "grpc:1", "page"
 MAX_SOCKET_PATH = 107  # bytes, the kernel's sun_path
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 DEFAULT_LOG_DIR = "log"
 HEADER_NAME, HEADER_VALUE = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"), re.compile(r"[\t -~]*")
 
@@ -81,7 +82,11 @@ class Processes:
     log_max_bytes: int = setting(64 << 20, "FD_LOG_MAX_BYTES", "size at which a log file is rotated", minimum=65536)
     log_backup_count: int = setting(7, "FD_LOG_BACKUP_COUNT", "older files kept of each log", minimum=0, maximum=1000)
     log_level: str = setting(
-        "INFO", "LOG_LEVEL", "minimum severity logged", choices=("DEBUG", "INFO", "WARNING", "ERROR")
+        "INFO",
+        "LOG_LEVEL",
+        "minimum severity logged",
+        choices=LOG_LEVELS,
+        synonyms={name.lower(): name for name in LOG_LEVELS},
     )
     otlp_endpoint: str = setting(
         "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.settings.foreign.row import FASTDEPLOY, LLAMA, PADDLENLP, RANK_TABLE, TGI, VLLM
+from engine.settings.foreign.row import FASTDEPLOY, LLAMA, PADDLENLP, RANK_TABLE, SGLANG, TGI, VLLM
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ COMMANDS = (
     Command(RANK_TABLE, "docker images", "docker images"),
     Command(RANK_TABLE, "curl http://IP:8080/v1/chat/completions", "curl http://IP:9965/v1/chat/completions"),
     Command(RANK_TABLE, "df -h", "df -h"),
+    Command(SGLANG, "python -m sglang.launch_server --model-path M", "start_server --foreground --model-path M"),
+    Command(SGLANG, "sglang serve --model-path M", "start_server --foreground --model-path M"),
     Command(TGI, "text-generation-launcher --model-id M", "start_server --foreground --model-id M"),
     Command(LLAMA, "llama-server -m M", "start_server --foreground -m M", "M may be a GGUF file"),
 )
@@ -167,6 +169,18 @@ DEVIATIONS = (
         "steps until waiting requests join (Text Generation Inference)",
         "tokens of all waiting prompts together",
         "It is the option of the setting MAX_WAITING_TOKENS; requests join at every step.",
+    ),
+    Deviation(
+        "`--max-total-tokens`",
+        "tokens of the KV cache (SGLang)",
+        "prompt and answer together; `--block-bs` or `--num-gpu-blocks-override` says how large the KV cache is",
+        "It is also an option of Text Generation Inference.",
+    ),
+    Deviation(
+        "Reasoning in answers",
+        "`reasoning` (newer versions of vLLM)",
+        "`reasoning_content`; messages of a request may have either",
+        "SGLang, FastDeploy, llama-server and older versions of vLLM call it so.",
     ),
     Deviation(
         "`start_server`",

@@ -3,9 +3,9 @@ to such a path."""
 
 from __future__ import annotations
 
-from engine.settings.foreign.row import FASTDEPLOY, LLAMA, PADDLENLP, TGI, VLLM
+from engine.settings.foreign.row import FASTDEPLOY, LLAMA, PADDLENLP, SGLANG, TGI, VLLM
 
-SGLANG, OPENAI = "SGLang", "OpenAI"
+OPENAI = "OpenAI"
 BASE = "the paths are below it, such as /v1/chat/completions"
 PAUSE = "requests cannot be paused; `stop_server` lets open ones end"
 RELOAD = "`start_server --reload MODEL` replaces the model of the running server"

@@ -7,6 +7,41 @@ from engine.settings.foreign.row import LLAMA, TGI, OptionRow, ignored, refused,
 ALWAYS_BATCHED = "requests always join at every step"
 KEY = "other users of the machine can read a command line; set the variable API_KEY, or --api-keys FILE"
 OFFLOAD = "DEVICE says whether the whole model is on a GPU"
+EXPERTS = "EXPERTS_ON_HOST leaves experts in the host's memory, other weights are in the GPU's"
+GPUS = "CUDA_VISIBLE_DEVICES chooses GPUs, --mp-num divides a model among them"
+SAMPLING = "defaults of requests are in generation_config.json of the model"
+OVERRIDES = "--hf-overrides changes what config.json says"
+PREFIXES = "blocks of prompts that begin alike are always kept, as long as there is room"
+LLAMA_REFUSED = {  # what to use instead -> option with its aliases
+    EXPERTS: ("--n-cpu-moe", "-ncmoe", "--cpu-moe", "-cmoe", "--override-tensor", "-ot"),
+    GPUS: ("--split-mode", "-sm", "--tensor-split", "-ts", "--main-gpu", "-mg"),
+    SAMPLING: (
+        *("--temp", "--temperature", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "--presence-penalty"),
+        *("--frequency-penalty", "--samplers", "--repeat-last-n"),
+    ),
+    OVERRIDES: ("--rope-freq-base", "--rope-freq-scale", "--rope-scale", "--override-kv"),
+    "name a file, or org/model": ("--model-url", "-mu", "--hf-file", "-hff"),
+    "requests have the fields guided_grammar and guided_json": ("--grammar", "--json-schema", "--json-schema-file"),
+    "requests have the field chat_template_kwargs": ("--chat-template-kwargs",),
+    "the chat template is the one in the model's folder or file": ("--chat-template-file",),
+    "--reasoning-parser says how reasoning is recognised": ("--reasoning-format",),
+    "a checkpoint in safetensors has the vision tower": ("--mmproj", "-mm"),
+    "requests have the field pooling": ("--pooling",),
+    "FD_LOG_DIR is the folder of the logs": ("--log-file",),
+}
+LLAMA_WITHOUT_EFFECT = {  # reason -> option with its aliases
+    "--ubatch-size is the number of tokens of a step": ("-b",),
+    "CPU_THREADS is the number of threads": ("--threads-batch", "-tb"),
+    "memory is where the threads run that use it": ("--numa",),
+    PREFIXES: ("--cache-reuse", "--cache-ram", "--slot-prompt-similarity", "-sps"),
+    "requests have the field timeout": ("--timeout", "-to"),
+    "drafts are made while they save time": ("--draft-min",),
+}
+LLAMA_FLAGS_WITHOUT_EFFECT = {  # reason -> option with its aliases
+    "/v1/rerank is always served": ("--reranking", "--rerank"),
+    "GET /status and GET /metrics are always served": ("--slots", "--props"),
+    "the KV cache is one pool of blocks for all requests": ("--kv-unified", "--swa-full"),
+}
 
 ROWS: tuple[OptionRow, ...] = (
     sets("--model-id", "model_name", TGI),
@@ -56,6 +91,26 @@ ROWS: tuple[OptionRow, ...] = (
     ignored("--jinja", "the chat template of the model is always applied", LLAMA, is_flag=True),
     ignored("--metrics", "metrics are always served, on METRICS_HTTP_PORT", LLAMA, is_flag=True),
     ignored("--embeddings", "/v1/embeddings is always served", LLAMA, aliases=("--embedding",), is_flag=True),
+    sets("--draft-max", "SPECULATE_MAX_DRAFT_TOKEN_NUM", LLAMA, aliases=("--draft", "--draft-n")),
+    sets("--verbose", "LOG_LEVEL", LLAMA, values={"1": "DEBUG", "0": "INFO"}, is_flag=True, aliases=("-v",)),
+    sets("--warmup", "USE_WARMUP", LLAMA, is_flag=True, remark="off by default"),
+    sets("--no-mmproj", "ENABLE_MM", LLAMA, values={"0": "0"}, is_flag=True, remark="turned off"),
+    refused(
+        "--context-shift",
+        "an answer ends where the context is full",
+        LLAMA,
+        is_flag=True,
+        harmless=("0",),
+        why="an answer ends where the context is full",
+    ),
+    refused("--reasoning-budget", "requests have the field thinking_token_budget", LLAMA, harmless=("-1",)),
+    refused("--no-webui", "the page is always at /; API_KEY protects its requests", LLAMA, is_flag=True),
+    *(refused(first, text, LLAMA, aliases=tuple(more)) for text, (first, *more) in LLAMA_REFUSED.items()),
+    *(ignored(first, why, LLAMA, aliases=tuple(more)) for why, (first, *more) in LLAMA_WITHOUT_EFFECT.items()),
+    *(
+        ignored(first, why, LLAMA, aliases=tuple(more), is_flag=True)
+        for why, (first, *more) in LLAMA_FLAGS_WITHOUT_EFFECT.items()
+    ),
     refused("--hf-repo", "name the model, org/model, as the argument", LLAMA, aliases=("-hf",)),
     refused("--cache-type-k", "--use-cache-kv-int8 stores keys and values in 8 bits", LLAMA, aliases=("-ctk",)),
     refused("--cache-type-v", "--use-cache-kv-int8 stores keys and values in 8 bits", LLAMA, aliases=("-ctv",)),

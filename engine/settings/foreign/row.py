@@ -14,9 +14,10 @@ PADDLENLP = "PaddleNLP server"
 FASTDEPLOY = "FastDeploy"
 VLLM = "vLLM"
 RANK_TABLE = "Rank-table deployment (vLLM on Ascend)"
+SGLANG = "SGLang"
 TGI = "Text Generation Inference"
 LLAMA = "llama-server"
-SERVERS = (PADDLENLP, FASTDEPLOY, VLLM, RANK_TABLE, TGI, LLAMA)
+SERVERS = (PADDLENLP, FASTDEPLOY, VLLM, RANK_TABLE, SGLANG, TGI, LLAMA)
 
 
 @dataclass

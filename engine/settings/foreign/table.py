@@ -6,11 +6,21 @@ import os
 from collections.abc import Mapping
 
 from engine.errors import ConfigError
-from engine.settings.foreign import fastdeploy, fastdeploy_variables, others, paddlenlp, rank_table, vllm
+from engine.settings.foreign import (
+    fastdeploy,
+    fastdeploy_variables,
+    others,
+    paddlenlp,
+    rank_table,
+    sglang,
+    vllm,
+    vllm_others,
+)
 from engine.settings.foreign.row import OptionRow
 
 ROWS: tuple[OptionRow, ...] = (
-    *(*paddlenlp.ROWS, *fastdeploy.ROWS, *fastdeploy_variables.ROWS, *vllm.ROWS, *rank_table.ROWS, *others.ROWS),
+    *(*paddlenlp.ROWS, *fastdeploy.ROWS, *fastdeploy_variables.ROWS, *vllm.ROWS),
+    *(*vllm_others.ROWS, *rank_table.ROWS, *sglang.ROWS, *others.ROWS),
 )
 OPTIONS = {name: row for row in ROWS if row.is_option for name in row.names}
 VARIABLES = {row.name: row for row in ROWS if not row.is_option}

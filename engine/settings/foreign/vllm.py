@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.settings.foreign import readers
-from engine.settings.foreign.row import FASTDEPLOY, RANK_TABLE, VLLM, OptionRow, ignored, refused, sets
+from engine.settings.foreign.row import FASTDEPLOY, RANK_TABLE, SGLANG, VLLM, OptionRow, ignored, refused, sets
 
 ALL = (FASTDEPLOY, VLLM, RANK_TABLE)
 BOTH = (FASTDEPLOY, VLLM)
@@ -32,21 +32,21 @@ UNSUPPORTED = {
 SECRET = "other users of the machine can read a command line; set the variable {}"
 
 ROWS: tuple[OptionRow, ...] = (
-    sets("--port", "SERVICE_HTTP_PORT", *ALL, remark="9965 by default"),
-    sets("--host", "SERVICE_HOST", *ALL),
+    sets("--port", "SERVICE_HTTP_PORT", *ALL, SGLANG, remark="9965 by default"),
+    sets("--host", "SERVICE_HOST", *ALL, SGLANG),
     sets(
         "--model",
         "model_name",
-        *ALL,
+        *(*ALL, SGLANG),
         aliases=("--model-path",),
         remark="a folder or a name; or the argument of `start_server`",
     ),
-    sets("--served-model-name", "SERVED_MODEL_NAME", *ALL),
-    sets("--tensor-parallel-size", "MP_NUM", *ALL, aliases=("-tp",)),
+    sets("--served-model-name", "SERVED_MODEL_NAME", *ALL, SGLANG),
+    sets("--tensor-parallel-size", "MP_NUM", *ALL, SGLANG, aliases=("-tp",)),
     sets(
         "--data-parallel-size",
         "DATA_PARALLEL_SIZE",
-        *BOTH,
+        *(*BOTH, SGLANG),
         aliases=("-dp",),
         remark="engines on this machine; REPLICAS distributes requests among machines",
     ),
@@ -61,7 +61,7 @@ ROWS: tuple[OptionRow, ...] = (
     sets(
         "--quantization",
         "QUANT_TYPE",
-        *ALL,
+        *(*ALL, SGLANG),
         aliases=("-q",),
         values={**WEIGHTS, **FP8},
         harmless=FROM_CHECKPOINT,
@@ -71,29 +71,35 @@ ROWS: tuple[OptionRow, ...] = (
         " `awq`, `gptq`, `compressed-tensors`, `modelopt`, `mxfp4` and `gguf` are read from the checkpoint; `wint2`,"
         " `w4a8`, `w4afp8`, `wfp8afp8`, `tensor_wise_fp8`, `mix_quant` and `smoothquant` are refused",
     ),
-    sets("--dtype", "DTYPE", VLLM),
+    sets("--dtype", "DTYPE", VLLM, SGLANG),
     sets("--gpu-memory-utilization", "GPU_MEMORY_UTILIZATION", *BOTH),
     sets("--num-gpu-blocks-override", "NUM_GPU_BLOCKS_OVERRIDE", *BOTH),
     sets("--block-size", "BLOCK_SIZE", *BOTH),
     sets("--swap-space", "SWAP_SPACE", *BOTH, remark="0 by default; GiB of all ranks together"),
     sets("--enable-prefix-caching", "ENABLE_PREFIX_CACHING", *BOTH, remark="on by default"),
-    sets("--reasoning-parser", "REASONING_PARSER", *BOTH),
-    sets("--tool-call-parser", "TOOL_CALL_PARSER", *BOTH),
+    sets("--reasoning-parser", "REASONING_PARSER", *BOTH, SGLANG),
+    sets("--tool-call-parser", "TOOL_CALL_PARSER", *BOTH, SGLANG),
     sets(
         "--generation-config", "GENERATION_CONFIG", VLLM, remark="`auto` (the default), or `vllm` for OpenAI's defaults"
     ),
-    sets("--load-format", "LOAD_FORMAT", VLLM),
+    sets("--load-format", "LOAD_FORMAT", VLLM, SGLANG),
     sets("--hf-overrides", "HF_OVERRIDES", VLLM),
-    sets("--nnodes", "MP_NNODE", VLLM),
-    sets("--ssl-certfile", "TLS_CERT_FILE", VLLM),
-    sets("--ssl-keyfile", "TLS_KEY_FILE", VLLM),
+    sets("--nnodes", "MP_NNODE", VLLM, SGLANG),
+    sets("--ssl-certfile", "TLS_CERT_FILE", VLLM, SGLANG),
+    sets("--ssl-keyfile", "TLS_KEY_FILE", VLLM, SGLANG),
     sets("--allowed-origins", "CORS_ALLOW_ORIGIN", VLLM, remark="one origin, not a list"),
     sets("--lora-modules", "LORA_MODULES", VLLM),
     sets("--max-loras", "MAX_LORAS", VLLM),
-    sets("--max-lora-rank", "MAX_LORA_RANK", VLLM),
-    sets("--api-server-count", "PUSH_MODE_HTTP_WORKERS", VLLM),
+    sets("--max-lora-rank", "MAX_LORA_RANK", VLLM, SGLANG),
+    sets("--api-server-count", "PUSH_MODE_HTTP_WORKERS", VLLM, aliases=("-asc",)),
     sets("--enforce-eager", "USE_CUDAGRAPH", VLLM, values={"1": "0", "0": "1"}, is_flag=True, remark="turned off"),
-    sets("--kv-cache-dtype", "USE_CACHE_KV_INT8", VLLM, values={"auto": "0", "int8": "1"}),
+    sets(
+        "--kv-cache-dtype",
+        "USE_CACHE_KV_INT8",
+        *(VLLM, SGLANG),
+        values={"auto": "0", "int8": "1"},
+        refused=dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), "int8 stores keys and values in 8 bits"),
+    ),
     sets("--max-num-partial-prefills", "MAX_NUM_PARTIAL_PREFILLS", *BOTH, remark="no limit by default (theirs: 1)"),
     sets("--max-long-partial-prefills", "MAX_LONG_PARTIAL_PREFILLS", *BOTH),
     sets("--long-prefill-token-threshold", "LONG_PREFILL_TOKEN_THRESHOLD", *BOTH),
@@ -127,14 +133,14 @@ ROWS: tuple[OptionRow, ...] = (
         *BOTH,
         aliases=("--structured-outputs-config.backend",),
     ),
-    ignored("--trust-remote-code", "no code of a checkpoint is ever run", VLLM, is_flag=True),
+    ignored("--trust-remote-code", "no code of a checkpoint is ever run", VLLM, SGLANG, is_flag=True),
     ignored(
         "--enable-auto-tool-choice",
         "calls of tools are always read; --tool-call-parser says in which format",
         VLLM,
         is_flag=True,
     ),
-    ignored("--enable-lora", "--lora-modules and --lora-dir say where adapters are", VLLM, is_flag=True),
+    ignored("--enable-lora", "--lora-modules and --lora-dir say where adapters are", VLLM, SGLANG, is_flag=True),
     ignored("--disable-log-requests", "log lines have the ids of requests, never their texts", VLLM, is_flag=True),
     ignored("--disable-log-stats", "figures are at /metrics, not in the log", VLLM, is_flag=True),
     ignored("--distributed-executor-backend", "every rank is a process of this server", VLLM),
@@ -143,8 +149,8 @@ ROWS: tuple[OptionRow, ...] = (
         "--pipeline-parallel-size", "layers are divided over ranks, --mp-num", VLLM, aliases=("-pp",), harmless=("1",)
     ),
     refused("--tokenizer", "the tokenizer is the one in the model's folder", *BOTH),
-    refused("--chat-template", "the chat template is the one in the model's folder", *BOTH),
-    refused("--revision", "name a folder that has the revision", *BOTH, harmless=("main", "master")),
+    refused("--chat-template", "the chat template is the one in the model's folder", *BOTH, SGLANG),
+    refused("--revision", "name a folder that has the revision", *BOTH, SGLANG, harmless=("main", "master")),
     refused("--max-cpu-loras", "--max-loras is how many adapters are in memory", VLLM),
     sets("--limit-mm-per-prompt", "LIMIT_MM_PER_PROMPT", *BOTH, remark="16 images by default; videos are refused"),
     sets(
@@ -156,10 +162,10 @@ ROWS: tuple[OptionRow, ...] = (
     sets("--allowed-media-domains", "ALLOWED_MEDIA_DOMAINS", VLLM, remark="empty by default: no downloads; `*`: all"),
     refused("--allowed-local-media-path", "images come in data URLs; files of the server are not read", VLLM),
     refused("--seed", "a request has a seed of its own, the field `seed`", VLLM, harmless=("0",)),
-    refused("--api-key", SECRET.format("API_KEY, or --api-keys FILE"), VLLM),
+    refused("--api-key", SECRET.format("API_KEY, or --api-keys FILE"), VLLM, SGLANG),
     refused("--otel-exporter-otlp-headers", SECRET.format("OTEL_EXPORTER_OTLP_HEADERS"), VLLM),
     refused("--otlp-traces-endpoint", "--otel-exporter-otlp-endpoint", VLLM),
-    sets("--download-dir", "MODEL_DIR", VLLM),
+    sets("--download-dir", "MODEL_DIR", VLLM, SGLANG),
     sets("--timeout-graceful-shutdown", "DRAIN_TIMEOUT", *BOTH),
     sets(
         "--uvicorn-log-level",
@@ -169,7 +175,7 @@ ROWS: tuple[OptionRow, ...] = (
         refused={"critical": "the levels are debug, info, warning and error"},
     ),
     ignored("--disable-uvicorn-access-log", "LOG_LEVEL=WARNING leaves requests out", VLLM, is_flag=True),
-    ignored("--disable-custom-all-reduce", "the all-reduce that is taken is the fastest", *BOTH, is_flag=True),
+    ignored("--disable-custom-all-reduce", "the all-reduce that is taken is the fastest", *BOTH, SGLANG, is_flag=True),
     ignored("--max-logprobs", "a request may ask for 20 logprobs", *BOTH),
     ignored("--async-scheduling", "the next step is always picked while one runs", VLLM, is_flag=True),
     ignored("--max-seq-len-to-capture", "CUDAGRAPH_CAPTURE_SIZES says what is captured", VLLM),

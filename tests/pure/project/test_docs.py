@@ -39,7 +39,7 @@ README, *DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LAB, OF_ROOT = sorted((ROOT / "docs/lab").glob("*.md")), [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 CODE = ("engine", "gateway", "server_scripts", "model_repository", "download_model.py")
 # Not looked for: what docs/migrating.md names, and pip, as setuptools would replace distutils in this process then.
-OTHERS = {"fastdeploy", "vllm", "pip"}
+OTHERS = {"fastdeploy", "sglang", "vllm", "pip"}
 pages = pytest.mark.parametrize("page", [README, *DOCS, *LAB, *OF_ROOT], ids=lambda page: page.name)
 
 

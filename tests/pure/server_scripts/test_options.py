@@ -113,6 +113,29 @@ def test_an_option_without_effect_is_accepted_with_a_note():
             },
         ),
         ("--enforce-eager", {"USE_CUDAGRAPH": "0"}),
+        ("--generation-config vllm", {"GENERATION_CONFIG": "vllm"}),
+        (
+            "--kv-offloading-size 4 --language-model-only -asc 2 --enable-log-requests",
+            {"SWAP_SPACE": "4", "ENABLE_MM": "0", "PUSH_MODE_HTTP_WORKERS": "2"},
+        ),
+        (
+            "--model-path org/model --tp 2 --dp-size 2 --context-length 4096 --mem-fraction-static 0.8 --page-size 16"
+            " --chunked-prefill-size 4096 --max-running-requests 32 --disable-radix-cache --disable-cuda-graph"
+            " --sampling-defaults openai --enable-metrics --schedule-policy lpm --attention-backend fa3",
+            {
+                **{"model_name": "org/model", "MP_NUM": "2", "DATA_PARALLEL_SIZE": "2", "MAX_MODEL_LEN": "4096"},
+                **{"GPU_MEMORY_UTILIZATION": "0.8", "BLOCK_SIZE": "16", "MAX_NUM_BATCHED_TOKENS": "4096"},
+                **{"BATCH_SIZE": "32", "ENABLE_PREFIX_CACHING": "0", "USE_CUDAGRAPH": "0", "GENERATION_CONFIG": "none"},
+            },
+        ),
+        (
+            "--speculative-algorithm NEXTN --enable-deterministic-inference",
+            {"SPECULATE_METHOD": "mtp", "BATCH_INVARIANT": "1"},
+        ),
+        (
+            "-v -b 2048 --no-context-shift --no-mmproj --warmup --slots -tb 4 --draft-max 3",
+            {"LOG_LEVEL": "DEBUG", "ENABLE_MM": "0", "USE_WARMUP": "1", "SPECULATE_MAX_DRAFT_TOKEN_NUM": "3"},
+        ),
         ("-O3", {}),
         ('--graph-optimization-config {"use_cudagraph":true,"graph_opt_level":1}', {"USE_CUDAGRAPH": "1"}),
         ('--graph-optimization-config {"cudagraph_capture_sizes":[1,3]}', {"CUDAGRAPH_CAPTURE_SIZES": "1,3"}),
@@ -152,6 +175,12 @@ def test_values_of_other_servers_are_translated(arguments, environ):
         ("--quantization w4a8", "wint4 is made of the checkpoint with unquantized weights"),
         ("--quantization mix_quant", "a8w8_fp8_wint4 has 4 bits for experts and 8-bit floats for the rest"),
         ("--quantization wfp8afp8", "a8w8_fp8 has 8-bit floats for weights and activations"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype fp8 is not supported: int8 stores keys and values in 8 bits"),
+        ("--chunked-prefill-size -1", "--chunked-prefill-size -1 is not supported: long prompts are always computed"),
+        ("--speculative-algorithm EAGLE", "EAGLE3 is an EAGLE-3 head, NEXTN the layer of the checkpoint"),
+        ("--cuda-graph-bs 1 2 4", "--cuda-graph-bs is not supported: --cudagraph-capture-sizes 1,2,4"),
+        ("--temp 0.7", "--temp is not supported: defaults of requests are in generation_config.json of the model"),
+        ("--enable-sleep-mode", "--enable-sleep-mode is not supported: stop_server frees the memory of the model"),
         ("--max-concurrency many", "--max-concurrency is 'many', it must be a whole number"),
     ],
 )

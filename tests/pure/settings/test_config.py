@@ -305,3 +305,15 @@ def test_a_run_directory_whose_sockets_would_have_no_name_is_refused():
 
 def test_the_socket_of_tritonserver_may_be_in_a_folder_of_any_name():
     assert Config(run_dir="/a b/(1)").triton_target == "unix:/a%20b/%281%29/.triton/grpc%3A1"
+
+
+def test_values_have_the_names_of_other_servers_too():
+    given = {
+        "DEVICE": "cuda",
+        "LOG_LEVEL": "info",
+        "REASONING_PARSER": "deepseek-r1",
+        "TOOL_CALL_PARSER": "deepseek_v31",
+    }
+    config = Config.from_env(given)
+    values = (config.device, config.log_level, config.reasoning_parser, config.tool_call_parser)
+    assert values == ("gpu", "INFO", "deepseek_r1", "deepseek")
