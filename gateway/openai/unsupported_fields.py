@@ -28,6 +28,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("prompt_token_ids", "completion_token_ids", "disable_chat_template"), ()),
     **dict.fromkeys(("temp_scaled_logprobs", "top_p_normalized_logprobs", "include_draft_logprobs"), ()),
     **dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video"), ()),
+    **dict.fromkeys(("no_repeat_ngram_size", "samplers", "lora", "n_probs"), ()),
+    **dict.fromkeys(("sampling_params", "options", "nvext"), ()),  # objects that have fields in other APIs
     "return_prompt_text": (),
     "truncation_side": ("left",),
     "function_call": ("none", "auto"),
@@ -65,6 +67,8 @@ OTHER_API_NAMES = {
     **{"thinking": "enable_thinking", "thinking_budget": "reasoning_max_tokens", "reasoning": "reasoning_effort"},
     **dict.fromkeys(("output_config", "output_format", "format"), "response_format"),
     **{"repeat_penalty": "repetition_penalty", "grammar": "guided_grammar", "rid": "request_id"},
+    **{"num_predict": "max_tokens", "min_new_tokens": "min_tokens", "random_seed": "seed", "stop_words": "stop"},
+    **{"guided_decoding": "structured_outputs", "num_beams": "use_beam_search", "think": "enable_thinking"},
     **{"max_new_tokens": "max_tokens", "extra_key": "cache_salt", "return_prompt_token_ids": "return_token_ids"},
 }
 
