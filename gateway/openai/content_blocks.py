@@ -90,14 +90,16 @@ class ContentBlockExchange(CompletionExchange):
 
     def _changes(self, answer: Delta) -> Iterator[tuple[str, ContentBlock, str]]:
         """Yield (BEGIN, ADD or END, block, text) for each change that an answer makes. Only the last block is open."""
+        is_reasoning = False
         for part in self.choice.take(answer):
+            is_reasoning |= part.kind == REASONING
             if part.kind == TOOL_CALL and part.call_index and not self.completion.tools.is_parallel:
                 continue
             yield from self._place(part)
             if part.text:
                 self.blocks[-1].text += part.text
                 yield ADD, self.blocks[-1], part.text
-        if self.blocks and self.blocks[-1].kind == REASONING:
+        if is_reasoning or self.blocks and self.blocks[-1].kind == REASONING:
             self.num_reasoning_tokens = answer.usage.completion_tokens
         if self.choice.finish_reason:
             if not self.blocks:

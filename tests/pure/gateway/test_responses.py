@@ -60,6 +60,9 @@ def test_thoughts_and_calls_are_items_of_their_own():
     assert (time.name, time.arguments) == ("time", "{}")
     assert weather.call_id.startswith("call_") and weather.call_id != time.call_id
     assert response.usage.output_tokens_details.reasoning_tokens == 2
+    all_at_once = ask(FakeBackend("<think>Hm</think>Sunny."))
+    assert [each.type for each in all_at_once.output] == ["reasoning", "message"]
+    assert all_at_once.usage.output_tokens_details.reasoning_tokens == 1
     silent = ask(FakeBackend(*THINKS), extra_body={"include_reasoning": False}).output
     assert [each.type for each in silent] == ["message"]
     assert [each.name for each in ask(FakeBackend(*CALLS), tools=[WEATHER], parallel_tool_calls=False).output[1:]] == [
