@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import fields
@@ -29,6 +30,11 @@ IS_CLOSE, IS_COMMON = 0.62, 0.05  # least similarity (0..1) of a suggested optio
 
 SHORT = {"--grpc-port": "SERVICE_GRPC_PORT", "--health-port": "HEALTH_HTTP_PORT"}  # additional names of this server
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
+# Options that may have several values, as in vLLM and SGLang: the form of a value, and what separates them in a setting
+SEVERAL = {
+    **dict.fromkeys(("--lora-modules", "--lora-paths"), (re.compile(r"[^-{\[][^=]*=.*"), " ")),
+    **dict.fromkeys(("--cudagraph-capture-sizes", "--cuda-graph-sizes", "--cuda-graph-bs"), (re.compile(r"\d+"), ",")),
+}
 FOREIGN = "foreign"  # destination of other servers' options
 SETTINGS: dict[str, Setting] = {f.metadata["setting"].env: f.metadata["setting"] for f in fields(Config)}
 
@@ -127,7 +133,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def _normalized(self, arguments: Sequence[str]) -> list[str]:
         """Return the arguments with dashes for underscores in names, and flags with a value (`--use-warmup 1`) as
-        `--use-warmup` or `--no-use-warmup`.
+        `--use-warmup` or `--no-use-warmup`, and several values (`--lora-modules a=x b=y`) as one.
         """
         rest, result = list(arguments), []
         while rest:
@@ -136,6 +142,11 @@ class OptionParser(argparse.ArgumentParser):
                 result.append(name + sign + value)
                 continue
             name = table.dashed(name)
+            if name in SEVERAL:
+                (pattern, separator), values = SEVERAL[name], [value] if sign else []
+                while rest and pattern.fullmatch(rest[0]):
+                    values.append(rest.pop(0))
+                sign, value = "=" if values else "", separator.join(values)
             if name in self._flags and not sign and rest and rest[0].lower() in BOOLEANS:
                 sign, value = "=", rest.pop(0)
             if name in self._flags and value.lower() in BOOLEANS:

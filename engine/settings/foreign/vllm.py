@@ -41,7 +41,7 @@ ROWS: tuple[OptionRow, ...] = (
         aliases=("--model-path",),
         remark="a folder or a name; or the argument of `start_server`",
     ),
-    sets("--served-model-name", "SERVED_MODEL_NAME", *ALL, SGLANG),
+    sets("--served-model-name", "SERVED_MODEL_NAME", *ALL, SGLANG, remark="one name; requests may have any other"),
     sets("--tensor-parallel-size", "MP_NUM", *ALL, SGLANG, aliases=("-tp",)),
     sets(
         "--data-parallel-size",
@@ -88,7 +88,7 @@ ROWS: tuple[OptionRow, ...] = (
     sets("--ssl-certfile", "TLS_CERT_FILE", VLLM, SGLANG),
     sets("--ssl-keyfile", "TLS_KEY_FILE", VLLM, SGLANG),
     sets("--allowed-origins", "CORS_ALLOW_ORIGIN", VLLM, remark="one origin, not a list"),
-    sets("--lora-modules", "LORA_MODULES", VLLM),
+    sets("--lora-modules", "LORA_MODULES", VLLM, remark="`name=path`, one or several, or JSON"),
     sets("--max-loras", "MAX_LORAS", VLLM),
     sets("--max-lora-rank", "MAX_LORA_RANK", VLLM, SGLANG),
     sets("--api-server-count", "PUSH_MODE_HTTP_WORKERS", VLLM, aliases=("-asc",)),

@@ -69,7 +69,6 @@ REFUSED = {  # what to use instead -> options
     ),
     "processes and scheduler are a part of the server": ("worker-cls", "worker-extension-cls", "scheduler-cls"),
     "--num-gpu-blocks-override or --block-bs says how many blocks there are": ("kv-cache-memory-bytes",),
-    "--cudagraph-capture-sizes 1,2,4": ("cuda-graph-sizes",),
     "ENGINE_WORKER_QUEUE_PORT and REPLICA_CACHE_PORT are for other servers": ("kv-events-config", "ec-transfer-config"),
     "--guided-decoding-disable-any-whitespace and --reasoning-parser; the library is llguidance": (
         "structured-outputs-config",
@@ -95,6 +94,7 @@ FLAGS_REFUSED = {  # what to use instead -> options without a value
 
 ROWS: tuple[OptionRow, ...] = (
     sets("--kv-offloading-size", "SWAP_SPACE", VLLM, remark="GiB of all ranks together"),
+    sets("--cudagraph-capture-sizes", "CUDAGRAPH_CAPTURE_SIZES", VLLM, aliases=("--cuda-graph-sizes",)),
     sets("--shutdown-timeout", "DRAIN_TIMEOUT", VLLM),
     sets("--master-port", "INTER_NODE_PORT", VLLM),
     sets("--language-model-only", "ENABLE_MM", VLLM, values={"1": "0", "0": "1"}, is_flag=True, remark="turned off"),
