@@ -16,6 +16,7 @@ from engine.wire.schema import ID, IDS, MESSAGE, Check, accepts
 MAX_STOP_SEQUENCES = 64  # and bad words
 MAX_STOP_LEN = 1024  # characters
 MAX_TOKEN_IDS = 1024  # stop tokens, banned tokens, or tokens with a bias
+REASONING_NAMES = ("reasoning_content", "reasoning")  # of a message; the second is that of newer versions of vLLM
 MAX_MESSAGES = 10_000  # checks and chat template take some microseconds per message, however short it is
 MAX_LOGPROBS = 20
 MAX_REQ_ID_LEN = 256
@@ -250,8 +251,10 @@ def messages(key: str, value: Any) -> list[dict[str, Any]]:
         if item.get("content") is None and isinstance(item.get("refusal"), str):  # an answer that a client sends back
             item = {**item, "content": item["refusal"]}
         if item.get("content") is None and not item.get("tool_calls"):
-            text = f"The item in {{field}} must include `content`, {{field}}[{index}] has none"
-            raise InvalidRequest(text, field=key)
+            if not any(isinstance(item.get(name), str) for name in REASONING_NAMES):
+                text = f"The item in {{field}} must include `content`, {{field}}[{index}] has none"
+                raise InvalidRequest(text, field=key)
+            item = {**item, "content": ""}  # an answer that was cut in its reasoning
         within(key, f"[{index}].role", filled_string, item.get("role", "user"))
         content = item.get("content", "")
         if isinstance(content, list):

@@ -120,6 +120,13 @@ def test_parts_and_refusals_of_an_answer_that_a_client_sends_back_are_text():
     assert refused["content"] == "no"
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_an_answer_that_was_cut_in_its_reasoning_has_no_content(name):
+    message = {"role": "assistant", "content": None, name: "Hm"}
+    [checked] = wire.parse_request({"req_id": "a", "messages": [message]}).messages
+    assert checked == {**message, "content": ""}
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [
