@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {  # reason -> fields
-    "name the client's user, of whom nothing is kept": ("user", "safety_identifier"),
-    "labels, which metrics and logs do not have": ("metadata", "custom_labels"),
-    "choose between prices, speeds, places and payers; there is one of each": (
+    "name the client's user; nothing is stored for users": ("user", "safety_identifier"),
+    "labels; metrics and logs have none": ("metadata", "custom_labels"),
+    "choose between prices, speeds, places and payers, which do not differ here": (
         *("service_tier", "speed", "inference_geo", "billing_policy", "access_programs", "fallback_credit_token"),
     ),
     "about caching; all prompts are cached": (
@@ -29,11 +29,11 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {  # reason -> fields
     "ask for figures that `usage`, `/metrics` or traces tell": (
         *("collect_metrics", "return_cached_tokens_details", "trace_context", "diagnostics"),
     ),
-    "obfuscation of streams, which there is none of": ("stream_options",),
-    "say more about fields that are refused or tools that are not there": (
+    "ask for the obfuscation of streams, which is not supported": ("stream_options",),
+    "options of fields and tools that are not supported": (
         *("routed_experts_prompt_start", "routed_experts_start_len", "max_tool_calls", "image"),
     ),
-    "models for what the requested one declines; this one answers": ("fallbacks",),
+    "name other models to try when the requested one declines; only one model is served": ("fallbacks",),
     "act on other paths of their servers only": ("return_token_offsets", "return_mm_kwargs"),
 }
 NAMES = tuple(name for names in WITHOUT_EFFECT.values() for name in names)

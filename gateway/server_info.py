@@ -84,7 +84,7 @@ async def show_model(request: web.Request) -> web.Response:
     own = served_name(request.app) if name == OWN_NAME else name
     if (model := models.get(own)) is None:
         names = literally(", ".join(f"`{each}`" for each in models))
-        text = f"the served model{'s are' if len(models) > 1 else ' is'} {names}, {{value}} is none of them"
+        text = f"the served model{'s are' if len(models) > 1 else ' is'} {names}; there is no model {{value}}"
         raise UnknownModel(text, field="model", value=shown(name))
     return json_response(model)
 

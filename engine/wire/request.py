@@ -206,7 +206,7 @@ def _check_beam_search(values: dict[str, Any]) -> list[InvalidRequest]:
 def _check_foreign_fields(body: dict[str, Any]) -> list[InvalidRequest]:
     text = "The `{field}` is not supported, it is {value}"
     problems = [InvalidRequest(text, field=name, value=shown(body[name])) for name in REFUSED if body.get(name)]
-    text = "`{value}` is another protocol's, here it is `{field}`"
+    text = "`{value}` is a field of another protocol, its name here is `{field}`"
     problems += [InvalidRequest(text, field="max_dec_len", value=name) for name in FOREIGN_LENGTHS if body.get(name)]
     text = "The `{field}` is a variable of the chat template, it belongs into `{chat_template_kwargs}`"
     return problems + [InvalidRequest(text, field=name) for name in TEMPLATE_VARIABLES if body.get(name) is not None]

@@ -107,7 +107,7 @@ def check_spelling(
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name in sorted(called.keys() & given.keys() - set(known)):
-        text = f"`{name}` is another protocol's, here it is `{{field}}`"
+        text = f"`{name}` is a field of another protocol, its name here is `{{field}}`"
         raise InvalidRequest(text, field=called[name], value=wire.shown(given[name]))
     elsewhere = {*others, *WITHOUT_EFFECT, *REFUSED, *UNSUPPORTED_IN_CHATS, *UNSUPPORTED_IN_COMPLETIONS, *ONLY_TRUE}
     for problem in wire.misspelt(given, known, elsewhere):

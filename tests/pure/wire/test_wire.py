@@ -320,7 +320,7 @@ def test_unknown_fields_pass_unless_they_look_like_ours():
 def test_what_is_another_protocols_and_would_change_the_answer_is_refused_by_name():
     assert {"min_characters", "logits_processors"} <= set(wire.request.REFUSED)
     for name in ("max_completion_tokens", "max_new_tokens"):
-        assert refusal(**{name: 9}) == f"`{name}` is another protocol's, here it is `max_dec_len`"
+        assert refusal(**{name: 9}) == f"`{name}` is a field of another protocol, its name here is `max_dec_len`"
     for name in wire.request.REFUSED:
         assert refusal(**{name: [9]}) == f"The `{name}` is not supported, it is [9]"
         parsed(**{name: None}), parsed(**{name: False})
