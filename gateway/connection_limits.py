@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from aiohttp import web
 
@@ -32,7 +32,13 @@ class ConnectionLimiter:
 
     async def watch(self, ports: Sequence[int]) -> None:
         """Check the connections to `ports` periodically, until cancelled."""
-        await watch(ports, self._look, self._could_be_too_much)
+        await watch(ports, self._look, self._peers)
+
+    def _peers(self) -> Collection[Peer]:
+        """Return the clients of all connections if these could be too many or hold too much, or else nothing."""
+        if not self._could_be_too_much():
+            return ()
+        return [peer for each in self._server.connections if (peer := peer_of(each.transport))]
 
     def _could_be_too_much(self) -> bool:
         num_connections = len(self._server.connections)

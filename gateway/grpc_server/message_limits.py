@@ -109,7 +109,7 @@ class IncompleteMessageLimiter:
 
     async def watch(self, port: int) -> None:
         """Check the connections to `port` periodically, until cancelled."""
-        await watch([port], self._look, lambda: bool(self._connections))
+        await watch([port], self._look, lambda: self._connections)
 
     def _look(self, received: dict[Peer, int]) -> None:
         for peer, connection in list(self._connections.items()):

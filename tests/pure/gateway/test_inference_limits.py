@@ -196,11 +196,11 @@ def test_of_a_connection_over_its_limit_waiting_streams_are_refused_before_the_o
 
 
 def test_without_the_kernels_word_all_is_served_and_the_log_says_it(tmp_path, monkeypatch, caplog):
-    def unknown(port):
+    def unknown(connections, peers):
         raise PermissionError(1, "Operation not permitted")
 
     async def scenario():
-        monkeypatch.setattr(inet_diag, "received_by", unknown)
+        monkeypatch.setattr(inet_diag.Connections, "received", unknown)
         monkeypatch.setattr(inet_diag, "CHECK_EVERY_S", 0.01)
         async with serving(tmp_path, FakeTriton("a")) as (_, port), a_client(port) as stub:
             for _ in range(3):
@@ -213,7 +213,7 @@ def test_without_the_kernels_word_all_is_served_and_the_log_says_it(tmp_path, mo
 
 @NEEDS_SOCK_DIAG
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
-def test_the_kernel_tells_of_each_client_what_it_has_sent(host):
+def test_the_kernel_tells_of_each_client_what_it_has_sent(host, monkeypatch):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
@@ -221,13 +221,24 @@ def test_the_kernel_tells_of_each_client_what_it_has_sent(host):
         pytest.skip(f"this machine has no such address: {error}")
     with listening as server:
         to = ("127.0.0.1" if host == "::" else host, server.getsockname()[1])
+        connections = inet_diag.Connections([to[1]])
         with socket.create_connection(to) as client, server.accept()[0] as taken:
             client.sendall(b"x" * 5000)
             taken.recv(5000, socket.MSG_WAITALL)
             name, port = client.getsockname()[:2]
             text = f"ipv6:%5B{name}%5D:{port}" if ":" in name else f"ipv4:{name}:{port}"
-            reported = inet_diag.received_by(to[1])  # and of others' connections to the same port of another address
-            assert reported[message_limits.grpc_peer(text)] == 5000
+            peer = message_limits.grpc_peer(text)
+            assert inet_diag.received_by(to[1])[peer] == 5000  # beside connections to this port of other addresses
+            assert connections.received([peer])[peer] == 5000
+            client.sendall(b"x" * 300)
+            taken.recv(300, socket.MSG_WAITALL)
+            with monkeypatch.context() as patch:
+                patch.setattr(inet_diag, "REQUEST_DUMP", None)  # a known connection is looked up
+                assert connections.received([peer]) == {peer: 5300}
+        with socket.create_connection(to) as other, server.accept()[0]:
+            assert peer not in connections.received([peer])  # it has ended
+            new = inet_diag.a_peer(*other.getsockname()[:2])
+            assert connections.received([peer, new])[new] == 0
 
 
 def test_metadata_that_is_too_large_is_refused(tmp_path):
