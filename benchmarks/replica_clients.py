@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
 import subprocess
@@ -19,6 +20,7 @@ import aiohttp
 
 from benchmarks.network import Network
 from benchmarks.server import Server
+from server_scripts.run_dir import children_of
 
 GIVE_UP_S = 60.0
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
@@ -83,6 +85,17 @@ class Machine(Server):
             if name in sums:
                 sums[name] += float(value)
         return Counters(*sums.values())
+
+    def processor_s(self) -> float:
+        """Return the processor time of all processes of the server since their start."""
+        state = self.run_dir.read_state()
+        assert state
+        pids, num_ticks = [state.supervisor.pid], 0
+        for pid in pids:
+            pids += children_of(pid)
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            num_ticks += int(fields[11]) + int(fields[12])
+        return num_ticks / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         self.is_up = False

@@ -11,9 +11,11 @@ lost. The exit status is 1 when an answer was lost or wrong. The last line is JS
 The parts of the report (`--only` chooses some of them):
 
 latency: times to the only token with and without replicas. The difference is what the router adds.
-hits: share of the prompt tokens that were cached, at the replicas and at one server.
-throughput: tokens per second of the replicas, and before that of the same servers without REPLICAS; and how many tokens
-    the replica with the most load computed, divided by the mean.
+hits: share of the prompt tokens that were cached in --chats chats, at the replicas and at one server. With few chats,
+    what counts is that each replica has to compute each of the 20 system prompts once.
+throughput: tokens per second of the replicas, and before that of the same servers without REPLICAS; the processor time
+    of all processes of the servers, which depends less on other work on the machine; and how many tokens the replica
+    with the most load computed, divided by the mean.
 front_ends: two front ends without a model are killed in turn. Lost and wrong answers, and tokens computed again.
 identical: tool calls with log-probabilities and two choices are streamed while replicas are killed.
 storm: lost and wrong answers and pauses while servers are killed and links are cut.
@@ -37,6 +39,7 @@ import aiohttp
 
 from benchmarks.network import Network
 from benchmarks.replica_clients import Choices, Clients, Machine
+from benchmarks.simulate.traffic import chats
 
 NUM_TOKENS = 300
 PARTS = ("latency", "hits", "throughput", "front_ends", "identical", "storm")
@@ -184,8 +187,10 @@ async def identical(clients: Clients, machines: Sequence[Machine], args: argpars
 
 
 async def throughput(clients: Clients, machines: Sequence[Machine], num_requests: int) -> dict[str, Any]:
-    """Return tokens of answers per second of new prompts at all front ends in turn, and how even the load was."""
+    """Return tokens of answers per second of new prompts at all front ends in turn, the processor time of the servers,
+    and how even the load was."""
     before, left = [await each.counters(clients.session) for each in machines], list(range(num_requests))
+    used_s = sum(each.processor_s() for each in machines)
     salt, num_tokens, began = random.random(), 0, time.perf_counter()
 
     async def client() -> None:
@@ -199,24 +204,22 @@ async def throughput(clients: Clients, machines: Sequence[Machine], num_requests
 
     await asyncio.gather(*(client() for _ in range(4 * len(machines))))
     rate = num_tokens / (time.perf_counter() - began)
+    used_s = sum(each.processor_s() for each in machines) - used_s
     after = [await each.counters(clients.session) for each in machines]
     loads = [now.num_computed - then.num_computed for then, now in zip(before, after, strict=True)]
-    return {"tokens_per_s": rate, "load_max_over_mean": max(loads) / statistics.mean(loads)}
+    figures = {"tokens_per_s": rate, "processor_s_per_1000_requests": 1000 * used_s / num_requests}
+    return {**figures, "load_max_over_mean": max(loads) / statistics.mean(loads)}
 
 
-async def prefix_hits(clients: Clients, machines: Sequence[Machine], num_requests: int) -> dict[str, Any]:
+async def prefix_hits(clients: Clients, machines: Sequence[Machine], num_chats: int) -> dict[str, Any]:
     """Return the share of prompt tokens that were cached, of chats of 20 applications over the front ends."""
-    rng, hits, total, count = random.Random(1), 0, 0, 0
-    systems = [f"{rng.random()} You are helpful. " * rng.randint(5, 40) for _ in range(20)]
-    questions = [(rng.choice(systems), f"{rng.random()}") for _ in range(num_requests)]
+    hits, total, asked = 0, 0, enumerate(chats(1, num_chats))
 
     async def client() -> None:
-        nonlocal hits, total, count
-        while questions:
-            system, question = questions.pop()
-            messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-            count += 1
-            last = await clients.ask(machines[count % len(machines)], {"messages": messages, "max_dec_len": 8})
+        nonlocal hits, total
+        for number, chat in asked:
+            body = {"messages": chat.body["messages"], "max_dec_len": 8}
+            last = await clients.ask(machines[number % len(machines)], body)
             hits, total = hits + last["usage"]["cached_tokens"], total + last["usage"]["prompt_tokens"]
 
     await asyncio.gather(*(client() for _ in range(8)))
@@ -252,8 +255,8 @@ async def measure(
                 report[f"latency_long_{i}"] = await latency(clients, machines[0], single, text, args.requests // 3)
             report["latency_short"] = await latency(clients, machines[0], single, "Hi", args.requests // 3)
         if "hits" in args.only:
-            report["hits_single"] = await prefix_hits(clients, [single], args.requests)
-            report["hits_replicas"] = await prefix_hits(clients, machines, args.requests)
+            report["hits_single"] = await prefix_hits(clients, [single], args.chats)
+            report["hits_replicas"] = await prefix_hits(clients, machines, args.chats)
         if "throughput" in args.only:
             report["throughput"] = await throughput(clients, machines, args.requests)
         print(json.dumps(report), file=sys.stderr, flush=True)
@@ -273,7 +276,7 @@ async def measure_direct(machines: Sequence[Machine], num_requests: int) -> dict
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replicas", description=__doc__.splitlines()[0])
-    numbers = {"replicas": 3, "streams": 16, "kills": 10, "cuts": 4, "cases": 16, "requests": 600}
+    numbers = {"replicas": 3, "streams": 16, "kills": 10, "cuts": 4, "cases": 16, "requests": 600, "chats": 1500}
     for name, default in {**numbers, "front-end-kills": 6, "tool-kills": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seed", type=int, default=0)
@@ -314,7 +317,9 @@ def main() -> int:
             stop()
     if direct:
         report["throughput_direct"] = direct
+        name = "processor_s_per_1000_requests"
         report["throughput_ratio"] = report["throughput"]["tokens_per_s"] / direct["tokens_per_s"]
+        report["processor_time_ratio"] = direct[name] / report["throughput"][name]
     print(json.dumps({**vars(args), "namespaces": network.has_links, **report}))
     failed = sum(report.get(part, {}).get(kind, 0) for part in PARTS for kind in ("lost", "wrong", "different"))
     return int(failed > 0)

@@ -67,16 +67,17 @@ class CachedHealthCheck:
     model takes some tenths of a second to answer.
     """
 
-    def __init__(self, check: HealthCheck, timeout_s: float):
+    def __init__(self, check: HealthCheck, timeout_s: float, renewal: float = 0.2):
         self._check = check
         self._timeout_s = timeout_s
+        self._renewal = renewal  # share of MAX_AGE_S after which a call begins the next check
         self._task: asyncio.Task[HealthStatus] | None = None
         self._last = HealthStatus()
         self._last_at = -math.inf
 
     async def __call__(self) -> HealthStatus:
         age_s = now() - self._last_at
-        if age_s > MAX_AGE_S / 5 and (self._task is None or self._task.done()):
+        if age_s > self._renewal * MAX_AGE_S and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run())
         if age_s <= MAX_AGE_S:
             return self._last

@@ -3,6 +3,7 @@
     python -m benchmarks.simulate --replicas 3 --rate 20 --seconds 60 --failures 0.1
     python -m benchmarks.simulate --replicas 10000 --rate 10000 --seconds 60 --failures 0.01 --coarse
     python -m benchmarks.simulate --replicas 3 --clients 12 --requests 90 --front-ends
+    python -m benchmarks.simulate --replicas 3 --clients 8 --requests 1500 --front-ends --chats
     python -m benchmarks.simulate --compare demo_model --rate 4 --seconds 60 --processor-time
 
 Each step takes the time that --times gives for its tokens. --compare runs the same traffic on a real engine of this
@@ -25,7 +26,7 @@ from benchmarks.simulate.coarse import simulate_coarsely
 from benchmarks.simulate.real import Clock, ProcessorClock, RealEngine
 from benchmarks.simulate.replicas import Cluster, Result, simulate
 from benchmarks.simulate.step_time import StepTimes
-from benchmarks.simulate.traffic import Arrival, arrivals, new_prompts
+from benchmarks.simulate.traffic import Arrival, arrivals, chats, new_prompts
 
 DEMO_MODEL = StepTimes(7.7e-4, 4.3e-5, 1.5e-4, 5.3e-8)  # one thread of an EPYC core, see docs/machines.md
 
@@ -37,6 +38,7 @@ def summary(result: Result) -> dict[str, Any]:
         cuts = statistics.quantiles(values, n=100) if len(values) > 1 else values * 99
         found |= {f"{name}_p{p}_ms": round(1e3 * cuts[p - 1], 3) for p in (50, 90, 99) if cuts}
     counts = {"kills": result.num_kills, "continued": result.num_continued, "steps": result.num_steps}
+    counts["forwarded"] = result.num_forwarded
     load = {"load_max_over_mean": round(result.load_max_over_mean, 4)} if result.loads else {}
     return {**found, **counts, "hit_rate": round(result.hit_rate, 4), **load}
 
@@ -76,6 +78,7 @@ def main() -> int:
     parser.add_argument("--front-ends", action="store_true", help="the replicas are the front ends, in turn")
     parser.add_argument("--clients", type=int, default=0, help="that wait for their answers, with prompts of no chat")
     parser.add_argument("--requests", type=int, default=90, help="of these clients")
+    parser.add_argument("--chats", action="store_true", help="these clients ask 20 applications with system prompts")
     parser.add_argument("--coarse", action="store_true", help="do not simulate steps: for thousands of replicas")
     parser.add_argument("--compare", type=Path, metavar="MODEL", help="run the traffic on a real engine as well")
     parser.add_argument("--processor-time", action="store_true", help="with --compare: that of the engine, one thread")
@@ -89,7 +92,7 @@ def main() -> int:
     cluster = replace(cluster, are_front_ends=args.front_ends, num_clients=args.clients)
     traffic = arrivals(args.seed, args.rate, args.seconds, args.answer)
     if args.clients:
-        traffic = new_prompts(args.seed, args.requests, args.answer)
+        traffic = chats(args.seed, args.requests) if args.chats else new_prompts(args.seed, args.requests, args.answer)
     began = time.perf_counter()
     run = simulate_coarsely if args.coarse else simulate
     figures = compare(args, cluster, list(traffic)) if args.compare else summary(run(cluster, traffic, args.seed))

@@ -53,6 +53,7 @@ class Result:
     num_lost: int = 0  # ended with an error
     num_kills: int = 0
     num_continued: int = 0  # times that a request was sent to another replica
+    num_forwarded: int = 0  # requests that a replica has sent to another one
     num_steps: int = 0
     hit_rate: float = 0.0  # share of prompt tokens that were cached
     loads: list[int] = field(default_factory=list)  # tokens that each replica has computed
@@ -149,6 +150,7 @@ async def _simulate(cluster: Cluster, arrivals: Iterable[Arrival], rng: random.R
     result.check(num_requests)
     result.num_kills = sum(server.num_kills for server in servers)
     result.num_continued = sum(replica.num_lost for each in front_ends for replica in (each.local, *each.others))
+    result.num_forwarded = sum(replica.num_requests for each in front_ends for replica in each.others)
     result.num_steps = sum(server.num_steps for server in servers)
     num_prompt_tokens = sum(server.num_prompt_tokens for server in servers)
     result.hit_rate = sum(server.num_cached_tokens for server in servers) / max(1, num_prompt_tokens)

@@ -79,5 +79,14 @@ def new_prompts(seed: int, count: int, answer_len: int) -> Iterator[Arrival]:
         yield Arrival(0.0, {"req_id": f"{number}", "messages": messages, "max_dec_len": size, "min_dec_len": size})
 
 
+def chats(seed: int, count: int) -> Iterator[Arrival]:
+    """Yield questions to 20 applications that each have a system prompt, for clients in turn."""
+    rng = random.Random(seed)
+    systems = [f"{rng.random()} You are helpful. " * rng.randint(5, 40) for _ in range(20)]
+    for number in range(count):
+        messages = [{"role": "system", "content": rng.choice(systems)}, {"role": "user", "content": f"{rng.random()}"}]
+        yield Arrival(0.0, {"req_id": f"{number}", "messages": messages, "max_dec_len": 8, "min_dec_len": 8})
+
+
 def _text(rng: random.Random, num_chars: int) -> str:
     return f"{rng.getrandbits(4 * num_chars):0{num_chars}x}"

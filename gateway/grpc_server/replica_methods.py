@@ -13,9 +13,11 @@ from typing import Any
 
 import grpc
 import msgspec
+from tritonclient.grpc import service_pb2
 
 from engine import wire
 from engine.errors import EngineUnavailable, RequestError
+from engine.wire.triton import payload_of
 from gateway.grpc_server.message_limits import IncomingMessages
 from gateway.grpc_server.request import InvalidInferRequest, checked_payload, parse
 from gateway.replicas.connections import FRONT_END, INFER, POLL, TOKEN
@@ -53,14 +55,26 @@ class ReplicaMethods:
         try:
             with self._connections.infer(message) as call:
                 await asyncio.sleep(0)  # it is sent before its prompt is hashed
-                with self._replicas.served.forwarded(_body(message), front_end) as request:
+                body = _body(message)
+                with self._replicas.served.forwarded(body, front_end) as request:
                     async for response in call.responses():
                         request.num_tokens = 0
+                        if isinstance(stream := body.get(wire.SHARE), str):
+                            self._note_first_answers(stream, response)
                         await context.write(response)
         except EngineUnavailable as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except RequestError as error:
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
+
+    def _note_first_answers(self, stream: str, response: bytes) -> None:
+        """Note which requests have their first answer in a response on a shared stream."""
+        if waiting := self._replicas.served.waiting(stream):
+            with contextlib.suppress(RequestError):  # the front end gets it
+                shared = wire.read_shared(payload_of(service_pb2.ModelStreamInferResponse.FromString(response)))
+                for tag, _ in shared.answers if isinstance(shared, wire.SharedAnswers) else ():
+                    if request := waiting.get(tag):
+                        request.num_tokens = 0
 
 
 def _body(message: bytes) -> dict[str, Any]:

@@ -20,6 +20,9 @@ CHARS_PER_TOKEN = 4  # a usual ratio; only the order of the scores depends on it
 IMAGE_CHARS = 4096  # that count for an image, about 1000 tokens
 SESSION_CHARS, PREFIX_CHARS = 4096, 1024  # of a prompt that is not a chat
 NUM_BY_SESSION, NUM_BY_PREFIX = 2, 8  # candidates
+# A request that is forwarded passes a second gateway, which takes processor time for each of its tokens. So the server
+# that was asked computes a prompt itself up to this multiple of the lowest cost, if it has cached as much of it.
+MAX_COST_HERE = 2.0
 
 
 @dataclass(frozen=True)
@@ -97,19 +100,23 @@ class Candidate(Protocol):
 R = TypeVar("R", bound=Candidate)
 
 
-def choose(keys: PromptKeys, replicas: Sequence[R]) -> R | None:
-    """Return the replica for a prompt, or None if there are none.
+def choose(keys: PromptKeys, replicas: Sequence[R], here: R | None = None) -> R | None:
+    """Return the replica for a prompt, or None if there are none. `here` is the one that was asked, if it is ready.
 
     Candidates are the first replicas by rendezvous hashing of the session and of the prefix, so that every front end
-    has the same ones. The candidate with the lowest (uncached + queued tokens) * (running requests + 1) is chosen. A
-    prompt that is too short for the prefix cache may go to any replica, and to the first one if they are equal.
+    has the same ones. The candidate with the lowest (uncached + queued tokens) * (running requests + 1) is chosen, or
+    `here` if it is a candidate that knows as much of the prompt and costs at most MAX_COST_HERE times as much. A prompt
+    that is too short for the prefix cache may go to any replica, and to the first one if they are equal.
     """
     candidates: Sequence[R] = replicas
     if keys.chain:
         by_session = _ranked(keys.session, replicas)[:NUM_BY_SESSION]
         by_prefix = _ranked(keys.prefix, replicas)[:NUM_BY_PREFIX]
         candidates = list({each.identity: each for each in (*by_session, *by_prefix)}.values())
-    return min(candidates, key=lambda replica: score(keys, replica), default=None)
+    best = min(candidates, key=lambda replica: score(keys, replica), default=None)
+    if best and here and here in candidates and here.known.count(keys.chain) >= best.known.count(keys.chain):
+        return here if score(keys, here) <= MAX_COST_HERE * score(keys, best) else best
+    return best
 
 
 def score(keys: PromptKeys, replica: Candidate) -> int:

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 POLL_EVERY_S = 0.5
 SILENT_S = 2.0  # a replica without an answer for this time is lost
+PROBE_RENEWAL = 0.6  # the model is asked twice or three times a second, however many replicas poll this server
 RESOLVE_EVERY_S = 5.0
 FIND_WITHIN_S = 0.5  # a client waits that resumes its answer
 
@@ -109,7 +110,7 @@ class ReplicaSet:
         self.served = ServedRequests(identity)
         self.local = Replica("this server", lambda: local)
         self.local.identity, self.local.known = self.served.identity, self.served.known
-        self._local_ready = CachedHealthCheck(self._check_local, ANSWER_WITHIN_S)
+        self._local_ready = CachedHealthCheck(self._check_local, ANSWER_WITHIN_S, PROBE_RENEWAL)
         self._num_unattended = 0  # open requests of this server that no front end waits for
         self._front_end = self.served.identity.hex()
         self._addresses = config.replica_addresses
@@ -156,7 +157,7 @@ class ReplicaSet:
             ready = [each for each in ready if each.arithmetic == begun] or ready
         if lora is not None:  # one that has just been loaded is known after the next poll
             ready = [each for each in ready if each.state and lora in (each.state.loras or ())] or ready
-        return choose(keys, ready)
+        return choose(keys, ready, self.local)
 
     def with_usage(self, body: dict[str, Any], replica: Replica) -> dict[str, Any]:
         """Return a request for `replica` with what its owner uses at the others, if the owner has limits."""

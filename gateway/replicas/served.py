@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from engine.placement import KnownPrefixes
-from engine.wire import ModelState, owner_of
+from engine.wire import ModelState, owner_of, shared_of
 from gateway.replicas.placement import PromptKeys, num_uncached_tokens, prompt_keys
 
 MAX_NEWS = 1 << 14  # keys that a replica may miss before it gets all of them
@@ -41,6 +41,7 @@ class ForwardedRequest:
 
     front_end: str  # its identity
     num_tokens: int  # about how many tokens of the prompt are to be computed; 0 after the first answer
+    shared: tuple[str, int] | None = None  # name of the stream on which its answers arrive with others, and its tag
 
 
 class Poll(msgspec.Struct, frozen=True):
@@ -92,7 +93,7 @@ class ServedRequests:
     def forwarded(self, body: dict[str, Any], front_end: str) -> Iterator[ForwardedRequest]:
         """Record a request of another front end, which is open until the context ends."""
         keys = prompt_keys(body)
-        request = ForwardedRequest(front_end, num_uncached_tokens(keys, self.known))
+        request = ForwardedRequest(front_end, num_uncached_tokens(keys, self.known), shared_of({**body}))
         self.note(body, keys)
         if isinstance(body.get("req_id"), str):
             self._forwarded.add(request)
@@ -100,6 +101,11 @@ class ServedRequests:
             yield request
         finally:
             self._forwarded.discard(request)
+
+    def waiting(self, stream: str) -> dict[int, ForwardedRequest]:
+        """Return the requests on a shared stream that have no first answer, by their tags."""
+        found = [(each.shared, each) for each in self._forwarded if each.num_tokens]
+        return {shared[1]: each for shared, each in found if shared and shared[0] == stream}
 
     def load(self, besides: str = "") -> Load:
         """Return the load of forwarded requests without those of the front end `besides`."""

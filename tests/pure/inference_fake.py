@@ -27,6 +27,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, *script):
         self.script = script
         self.scripts = []  # of the first requests, when they differ
+        self.on_shared_stream = ()  # the script of a shared stream
         self.requests = []
         self.num_sent = 0
         self.num_cancelled = 0
@@ -40,8 +41,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield a_response(wire.write_answer(wire.ModelState(ready=True)))
                 return
             self.requests.append(request)
+            script = self.scripts.pop(0) if self.scripts else self.script
+            if f'"{wire.SHARE}":'.encode() in request.raw_input_contents[0]:
+                script = self.on_shared_stream
             try:
-                for item in self.scripts.pop(0) if self.scripts else self.script:
+                for item in script:
                     if item is WAIT:
                         self.is_waiting.set()
                         await self.go.wait()

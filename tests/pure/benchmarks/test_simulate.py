@@ -12,7 +12,7 @@ from benchmarks.simulate.logical_loop import NoEventLeft, run
 from benchmarks.simulate.replicas import Cluster, FrontEnd, simulate
 from benchmarks.simulate.server import SimulatedServer
 from benchmarks.simulate.step_time import StepTimes, work_of
-from benchmarks.simulate.traffic import Arrival, arrivals, new_prompts, num_tokens_of, token_ids
+from benchmarks.simulate.traffic import Arrival, arrivals, chats, new_prompts, num_tokens_of, token_ids
 from engine.core.types import Batch, Row
 
 TIMES = StepTimes(0.004, 0.0002, 0.0004, 1e-7)
@@ -84,6 +84,14 @@ def test_front_ends_that_do_not_know_of_each_others_last_requests_spread_the_loa
     assert all(len(each.e2e_s) == 90 for each in results)
     assert statistics.mean(each.load_max_over_mean for each in results) < 1.07
     assert simulate(cluster, new_prompts(0, 90, 64)) == results[0]
+    assert simulate(cluster, new_prompts(0, 360, 64)).num_forwarded < 90  # the others are computed where they are asked
+
+
+@pytest.mark.slow
+def test_three_front_ends_find_the_prefixes_that_a_single_server_finds():
+    found = simulate(Cluster(3, DEMO_MODEL, are_front_ends=True, num_clients=8), chats(1, 1500))
+    assert found.hit_rate >= 0.95 * simulate(Cluster(1, DEMO_MODEL, num_clients=8), chats(1, 1500)).hit_rate
+    assert found.load_max_over_mean <= 1.25
 
 
 def test_requests_wait_while_every_replica_is_down_and_are_refused_when_none_comes_back():

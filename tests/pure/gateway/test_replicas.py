@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -13,7 +14,7 @@ from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
 from engine.placement import KnownPrefixes
 from engine.settings.config import Config
 from engine.settings.tls import key_and_chain
-from engine.wire import STORE, Delta, Final, ModelState, Owner, Usage, owner_of, with_owner, write_answer
+from engine.wire import STORE, Delta, Final, ModelState, Owner, Usage, owner_of, with_owner, write_answer, write_shared
 from gateway.backend import ModelLost, ModelUnreachable
 from gateway.metrics import as_text
 from gateway.replicas import backend as replicated
@@ -25,6 +26,7 @@ from gateway.replicas.replica_set import RemoteReplica, ReplicaSet
 from gateway.replicas.served import Load, Poll, ServedRequests
 from gateway.triton_client import TritonBackend
 from tests.patience import PATIENCE_S
+from tests.pure import inference_fake
 from tests.pure.gateway_fake import WAIT, FakeBackend
 from tests.pure.inference_fake import NEVER, FakeTriton, a_client, a_request, answers, run, serving
 from tests.pure.inference_fake import text_of as text_of_response
@@ -82,6 +84,28 @@ def test_a_request_goes_to_the_replica_that_has_its_prefix_unless_that_is_too_bu
     assert choose(keys, []) is None
     short = prompt_keys({"text": "Hi"})  # nothing of it can be cached
     assert [choose(short, order) for order in (replicas, replicas[::-1])] == [replicas[0], replicas[2]]
+
+
+def test_a_request_stays_where_it_was_asked_unless_another_replica_knows_more_of_it_or_has_clearly_less_to_do():
+    here, *others = [Simulated(name) for name in "abc"]
+    keys = chat("S" * 8000, "question")
+    for each in (here, *others):
+        each.num_running = 3
+    prompts = [chat(f"System {i} " * 200, "question") for i in range(20)]
+    assert {choose(each, [here, *others], here) for each in prompts} == {here}
+    assert len({choose(each, [here, *others]).identity for each in prompts}) == 3  # of a front end without a model
+    here.num_running = 7  # twice the cost
+    assert choose(keys, [here, *others], here) is here
+    here.num_running = 8
+    assert choose(keys, [here, *others], here) in others
+    here.num_running = 3
+    others[1].known.add(keys.chain[:1])
+    assert choose(keys, [here, *others], here) is others[1]
+    assert choose(keys, others, here) is others[1]  # it is not ready
+    many = [Simulated(f"replica {i}") for i in range(30)]
+    placed = [choose(each, many) for each in prompts]
+    assert sum(choose(each, many, many[0]) is many[0] for each in prompts) < len(prompts)  # candidates are the same
+    assert all(choose(each, many, each_best) is each_best for each, each_best in zip(prompts, placed, strict=True))
 
 
 def test_all_front_ends_have_the_same_candidates_and_a_lost_replica_moves_its_own_requests_only():
@@ -523,6 +547,32 @@ def test_a_forwarded_request_is_answered_by_the_model_of_the_worker(tmp_path):
             with pytest.raises(ModelLost):
                 await anext(answers)
             await triton.is_cancelled.wait()
+
+    run(scenario())
+
+
+def test_the_prompt_of_a_forwarded_request_waits_until_its_first_answer_on_a_shared_stream(tmp_path):
+    async def scenario():
+        triton = FakeTriton(a_delta("a", 0), NEVER)
+        async with a_worker(tmp_path, triton) as (front, port):
+            load = partial(front._of_replicas._replicas.served.load, "of another front end")
+            token = ReplicaSet(FakeBackend(), Config()).token
+            replica = RemoteReplica(("127.0.0.1", port), "", token, None)
+            asked = {**ASK, "text": "x" * 1024}
+            first = replica.generate(asked, prompt_keys(asked), 5)
+            assert (await anext(first)).token == "a" and load() == Load(1, 0)
+            triton.script, triton.on_shared_stream = (
+                (NEVER,),
+                (inference_fake.WAIT, write_shared([(1, a_delta("b", 0))]), NEVER),
+            )
+            others = [{**ASK, "req_id": name, "text": name * 1024} for name in "st"]  # they share a stream
+            streams = [replica.generate(each, prompt_keys(each), 5) for each in others]
+            waiting, begun = [asyncio.ensure_future(anext(each)) for each in streams]
+            while load() != Load(3, 2 * 257):
+                await asyncio.sleep(0.005)
+            triton.go.set()
+            assert (await begun).token == "b" and load() == Load(3, 257)
+            waiting.cancel()
 
     run(scenario())
 
