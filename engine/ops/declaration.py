@@ -72,7 +72,7 @@ class Op:
         """Return whether the op multiplies by the stacked matrices of experts."""
         return any(each.name == "num_experts" for each in self.attributes)
 
-    @property
+    @cached_property
     def updated(self) -> int | None:
         """Return the input that the op updates in place and returns as its last output."""
         names = [array.name for array in self.inputs]
