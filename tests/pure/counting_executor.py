@@ -132,10 +132,9 @@ class CountingExecutor:
         self.batches.append([(str(self.slots[row.slot].token_ids[0]), len(row.token_ids)) for row in batch.rows])
         holders = Counter(block for row in batch.rows for block in self._held(row))
         rows = [replace(row, token_ids=self._known(row)) for row in batch.rows]
-        for row in rows:
-            self._write(row, holders)
-        for row in rows:
-            self._attend(row)
+        names = [self._write(row, holders) for row in rows]
+        for row, names_of_row in zip(rows, names, strict=True):
+            self._attend(row, names_of_row)
         return CountingStep(self, self._choose(batch))
 
     def _held(self, row: Row) -> Iterator[int]:
@@ -186,7 +185,8 @@ class CountingExecutor:
         """Return the tokens of a row. The previous step has sampled a PENDING token at its launch."""
         return self.slots[row.slot].token_ids[-1:] if list(row.token_ids) == [PENDING] else row.token_ids
 
-    def _write(self, row: Row, holders: Counter[int]) -> None:
+    def _write(self, row: Row, holders: Counter[int]) -> list[int]:
+        """Write what the row computes into its blocks. Return the names of all its prefixes."""
         assert row.token_ids
         slot = self.slots[row.slot]
         num_drafts = max(row.num_sampled - 1, 0)
@@ -203,6 +203,7 @@ class CountingExecutor:
                 assert 0 <= place[0] < self.num_blocks
                 assert holders[place[0]] == 1, f"slot {row.slot} writes into a block that others read"
                 self.cache[place] = names[position]
+        return names
 
     def _update_state(self, row: Row, block_ids: Sequence[int], names: Sequence[int], holders: Counter[int]) -> None:
         """Check and write a state: the last positions with the names of the prefixes that end there, in the first place
@@ -214,10 +215,9 @@ class CountingExecutor:
                 assert found == names[row.start - 1], f"slot {row.slot} continues another state at position {row.start}"
             self.cache[block, 0] = tuple(enumerate(names))[-1 - min(MAX_REJECTED, len(row.token_ids) - 1) :]
 
-    def _attend(self, row: Row) -> None:
+    def _attend(self, row: Row, names: Sequence[int]) -> None:
         """Check that each query of the row finds its window, or everything before it."""
         slot = self.slots[row.slot]
-        names = list(prefix_names([*slot.token_ids[: row.start], *row.token_ids], slot.spans))
         for index, group in enumerate(self.cache_groups):
             if group.kind == STATE:
                 continue
