@@ -62,16 +62,16 @@ def test_a_request_that_arrives_during_a_step_is_in_the_step_after_the_next_one(
 
 @pytest.mark.slow
 def test_a_simulation_depends_on_its_seeds_only():
-    cluster = Cluster(4, TIMES, failures_per_minute=1.0)
-    results = [simulate(cluster, arrivals(seed, 10, 30, 32), 5) for seed in (1, 1, 2)]
-    assert results[0] == results[1] != results[2]
-    assert simulate(cluster, arrivals(1, 10, 30, 32), 6) != results[0]
+    cluster = Cluster(4, TIMES, failures_per_minute=6.0)
+    results = [simulate(cluster, arrivals(seed, 10, 6, 32), 5) for seed in (1, 1, 2)]
+    assert results[0] == results[1] != results[2] and results[0].num_kills > 0
+    assert simulate(cluster, arrivals(1, 10, 6, 32), 6) != results[0]
 
 
 @pytest.mark.slow
 def test_no_request_is_lost_when_replicas_fail_and_their_answers_continue_at_others():
-    traffic = list(arrivals(3, 20, 60, 64))
-    result = simulate(Cluster(3, TIMES, failures_per_minute=2.0, restart_s=5.0), traffic, 1)
+    traffic = list(arrivals(3, 20, 20, 64))
+    result = simulate(Cluster(3, TIMES, failures_per_minute=6.0, restart_s=2.0), traffic, 1)
     assert result.num_kills > 2 and result.num_continued > result.num_kills
     assert result.num_lost == 0 and len(result.e2e_s) == len(result.ttft_s) == len(traffic)
     assert 0.3 < result.hit_rate < simulate(Cluster(3, TIMES), traffic, 1).hit_rate
@@ -157,12 +157,12 @@ def test_the_coarse_simulation_agrees_with_that_of_every_step(rate):
 
 @pytest.mark.slow
 def test_the_coarse_simulation_depends_on_its_seeds_and_loses_nothing():
-    cluster = Cluster(50, TIMES, failures_per_minute=2.0, restart_s=5.0)
-    results = [simulate_coarsely(cluster, arrivals(1, 300, 30, 64), seed) for seed in (1, 1, 2)]
+    cluster = Cluster(50, TIMES, failures_per_minute=6.0, restart_s=5.0)
+    results = [simulate_coarsely(cluster, arrivals(1, 300, 8, 64), seed) for seed in (1, 1, 2)]
     assert results[0] == results[1] != results[2]
     for result in results:
         assert result.num_kills > 20 and result.num_continued > result.num_kills
-        assert result.num_lost == 0 and len(result.e2e_s) == len(result.ttft_s) > 8000
+        assert result.num_lost == 0 and len(result.e2e_s) == len(result.ttft_s) > 2000
 
 
 def test_coarse_requests_wait_for_a_place_in_the_batch_and_while_every_replica_is_down():
