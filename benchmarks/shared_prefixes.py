@@ -29,7 +29,7 @@ from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions
 from engine.settings.config import Config
 
-NUM_BLOCKS, VOCAB_SIZE, ANSWER_LEN = 2000, 2048, 200
+NUM_BLOCKS, VOCAB_SIZE = 2000, 2048
 SHAPES, LONG_SHAPES = ("tiny-moe", "tiny-hybrid"), ("attention-0.2b", "hybrid-0.2b")
 END, NEWLINE, HEADER = 2, 3, [4, 5, 6]  # of a message
 COLUMNS = {"attention only": (0, (END,)), "hybrid": (1, (END,)), "hybrid without message ends": (1, ())}
@@ -39,14 +39,14 @@ Answer = Callable[[list[int]], list[int]]
 class Server:
     """One model with an empty prefix cache."""
 
-    def __init__(self, work_dir: Path, shape: str, stop_token_ids: tuple[int, ...]):
+    def __init__(self, work_dir: Path, shape: str, stop_token_ids: tuple[int, ...], answer_len: int):
         checkpoint = make_checkpoint(shape, work_dir / shape)
         graph_dir = export_cached(checkpoint, work_dir / "exported", ExportOptions())
         config = Config(cpu_threads=1)
         self.executor = executor = make_executor(graph_dir, config)
         executor.allocate(NUM_BLOCKS)
         self._loop = EngineLoop(executor, NUM_BLOCKS, config)
-        self._sampling = Sampling(ANSWER_LEN, temperature=0, stop_token_ids=stop_token_ids)
+        self._sampling = Sampling(answer_len, temperature=0, stop_token_ids=stop_token_ids)
         self.computed: list[int] = []  # tokens of each prompt
         self.milliseconds: list[int] = []  # of the processor until its first token
 
@@ -113,12 +113,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work-dir", type=Path, default=Path("build/bench"))
     parser.add_argument("--long", action="store_true")
+    parser.add_argument("--answer-len", type=int, default=200)
     args, rows = parser.parse_args(), []
     shapes = LONG_SHAPES if args.long else SHAPES
     for name, ask in (LONG_TRAFFIC if args.long else TRAFFIC).items():
         print(name)
         for column, (index, stop_token_ids) in COLUMNS.items():
-            server = Server(args.work_dir, shapes[index], stop_token_ids)
+            server = Server(args.work_dir, shapes[index], stop_token_ids, args.answer_len)
             ask(np.random.default_rng(0), server.answer)
             server.executor.close()
             row = {"traffic": name, "model": column, "tokens": server.computed}

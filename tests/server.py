@@ -23,7 +23,8 @@ _run, _worker, _num_workers = os.getpid(), 0, 1
 if "PYTEST_XDIST_WORKER" in os.environ:  # test workers of one run take turns
     _run, _worker = os.getppid(), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     _num_workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-_candidates = itertools.count(20000 + _run * 64 % 10000 + _worker, _num_workers)  # so that runs at one time differ
+# Runs that begin at one time have process ids that are near each other.
+_candidates = itertools.count(20000 + _run * 1009 % 10000 + _worker, _num_workers)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from tests.server import ROOT
     ("name", "options"),
     [
         ("overhead", []),
-        ("decode", ["--shape", "tiny-moe", "--rounds", "1", "--work-dir", "{tmp}"]),
-        ("speculation", ["--shape", "tiny", "--requests", "2", "--rounds", "1", "--work-dir", "{tmp}"]),
-        ("shared_prefixes", ["--work-dir", "{tmp}"]),
+        ("decode", [*"--shape tiny-moe --quant-types none --batches 2 --rounds 1 --work-dir".split(), "{tmp}"]),
+        ("speculation", [*"--shape tiny --methods ngram --requests 2 --rounds 1 --work-dir".split(), "{tmp}"]),
+        ("shared_prefixes", ["--answer-len", "4", "--work-dir", "{tmp}"]),
         ("draft_model", ["--requests", "2", "--rounds", "1"]),
         ("cpu_drafts", ["mtp", "--shape", "tiny-glm-moe", "--requests", "2", "--rounds", "1", "--answer-len", "32"]),
     ],

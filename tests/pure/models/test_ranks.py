@@ -20,7 +20,7 @@ from tests.pure.ranks import run_processes, run_threads
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 CUTS = [*((family, 2) for family in FAMILIES), ("qwen2", 4), ("qwen3", 4)]  # 4: more than key-value heads
 
 

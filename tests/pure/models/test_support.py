@@ -110,13 +110,13 @@ def assert_computes(model_type, precision, exported):
     known = checkpoints.FAMILIES | family_checkpoints.ALL
     family = next(name for name, keys in known.items() if keys.get("model_type", name) == model_type)
     wanted, found = (
-        PagedModel.of(exported(family, **options), cpu).prefill(PROMPT, chunk=1000, num_logits=8)
-        for options in ({"dtype": "float32"}, dict([precision.option]))
+        PagedModel.of(exported(family, block_size=16, **options), cpu).prefill(PROMPT, chunk=1000, num_logits=8)
+        for options in ({}, dict([precision.option]))
     )
     assert np.isfinite(found).all()
     errors = np.sort(np.abs(found - wanted).mean(axis=1))
     bound = LARGEST_ERROR[precision.option[1]]
-    if read_model(read_json(exported(family, dtype="float32") / "config.json")).mixture:
+    if read_model(read_json(exported(family, block_size=16) / "config.json")).mixture:
         # rounding makes some tokens choose other experts
         errors, bound = errors[: len(errors) // 2], 2 * bound
     assert errors.mean() <= bound * wanted.std()
@@ -133,7 +133,7 @@ def test_two_ranks_compute_with_every_precision_that_one_does(precision, exporte
     assert precision.devices[1] == RUN
     name, value = precision.option
     family = "gpt_oss" if precision is OF_EXPERTS else "qwen2"
-    wanted = PagedModel.of(exported(family, dtype="float32"), cpu).prefill(PROMPT, chunk=4, num_logits=2)
+    wanted = PagedModel.of(exported(family), cpu).prefill(PROMPT, chunk=4, num_logits=2)
     found = answers_of_ranks(exported(family, num_ranks=2, **{name: value}), 2, PROMPT)
     for logits, _ in found:
         assert np.abs(logits - wanted).mean() <= max(LARGEST_ERROR[value], 1e-4) * wanted.std()
