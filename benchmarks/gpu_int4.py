@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,6 +71,12 @@ def cases(product: Product, group: int) -> dict[str, Callable[[torch.Tensor], No
     return {name: runner(name, matrices) for name, matrices in weights.items()}
 
 
+def run_all(runs: list[Callable[[torch.Tensor], None]], inputs: list[torch.Tensor]) -> None:
+    for x in inputs:
+        for run in runs:
+            run(x)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", type=int, default=[16, 32, 64, 128, 256, 512, 1024, 2048])
@@ -79,7 +86,7 @@ def main() -> None:
     for product in PRODUCTS:
         runs = cases(product, args.group)
         inputs = [torch.randn(rows, product.width, device="cuda", dtype=torch.bfloat16) for rows in args.rows]
-        compiler.compile_missing(lambda runs=runs, inputs=inputs: [run(x) for x in inputs for run in runs.values()])
+        compiler.compile_missing(functools.partial(run_all, list(runs.values()), inputs))
         for x in inputs:
             times = {name: microseconds(lambda run=run, x=x: run(x)) / run.copies for name, run in runs.items()}  # type: ignore
             for name, time in times.items():
