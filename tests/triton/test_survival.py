@@ -199,7 +199,7 @@ def num_generated(server):
 
 
 def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_computed_twice(running):
-    count, numbers = 2500, itertools.count()
+    count, numbers = 1000, itertools.count()
     first = Stream(running, count)
     expected = first.answer()
     ask = {"temperature": 0, "ignore_eos": True, "stream": True}
