@@ -40,7 +40,7 @@ KERNELS = "libllm_ops.so"
 PADDLE_OPS = "libllm_paddle_ops.so"
 WRAPPER = "paddle_ops"  # the object of it that is compiled with Paddle's headers
 WARNINGS = "warnings"  # what the compiler said; it lies beside the libraries with the objects, for the tests
-OBJECTS = "objects"  # folders of compiled kernels: without Paddle's wrapper, as they are made before it is installed
+OBJECTS = "objects"  # folders of what has been compiled, which later builds take
 PARTIAL = "ops.partial-"  # followed by anything: a build that is going on, or was killed
 UNUSED_AFTER_S = 30 * 24 * 3600
 
@@ -157,7 +157,9 @@ def _build(folder: Path, isas: Collection[str], report: Report) -> None:
 def _compile(objects: dict[Path, list[str]], report: Report) -> str:
     """Make the object files, or take them from earlier builds. Return what the compiler said."""
     known = build_dir() / f"{OBJECTS}-{source_key()}"
-    missing = [path for path in objects if not (known / path.name).exists()]
+    # The wrapper depends on the version of Paddle as well.
+    kept = {path: known / (f"{WRAPPER}-{build_key()}.o" if path.stem == WRAPPER else path.name) for path in objects}
+    missing = [path for path in objects if not kept[path].exists()]
     jobs = min(os.cpu_count() or 1, len(missing))
     with contextlib.suppress(FileNotFoundError):
         os.utime(known)  # it is in use
@@ -166,18 +168,16 @@ def _compile(objects: dict[Path, list[str]], report: Report) -> str:
         report(f"compiling {len(missing)} files of the CPU ops, {jobs} at a time")
 
     def make(path: Path) -> str:
-        kept, said = known / path.name, known / f"{path.stem}.{WARNINGS}"
+        said = kept[path].with_suffix(f".{WARNINGS}")
         if path in missing:
             begun = time.monotonic()
             text = _run([*compiler(), *FLAGS, *objects[path], "-c", "-o", str(path)])
             log.debug("  %-20s %5.1f s", path.stem, time.monotonic() - begun)
-            if path.stem == WRAPPER:
-                return text
             said.write_text(text)
-            shutil.copyfile(path, partial := kept.with_suffix(".partial"))
-            partial.rename(kept)
+            shutil.copyfile(path, partial := kept[path].with_suffix(".partial"))
+            partial.rename(kept[path])
         else:
-            shutil.copyfile(kept, path)
+            shutil.copyfile(kept[path], path)
         return said.read_text()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
