@@ -32,7 +32,7 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo demo-images demo-gpu install install-cuda test test-slow test-server quick coverage test-clients test-gpu image-steps sanitize lint docs wheel bench bench-gpu bench-peers storm soak clean
+.PHONY: demo demo-images demo-gpu install install-cuda test quick coverage test-clients test-gpu image-steps sanitize lint docs wheel bench bench-gpu bench-peers storm soak clean
 
 # pip has one core busy for half a minute, the compiler another. The rest of the ops is compiled by the start.
 demo:  ## starts the server with the bundled model and asks it three questions
@@ -50,21 +50,15 @@ demo-gpu:  ## the same on an NVIDIA GPU
 
 install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batch
 
-# The tests of the server wait for processes most of the time, in which the slow ones compute.
 test: quick  ## all tests, those that need nothing first
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-slow test-server
-
-test-slow: install $(TESTS)  ## the tests of make test that take longer than those of make quick and need no server
 	$(BIN)/python -m pytest tests/pure tests/engines -m "slow or engines" --numprocesses auto --dist worksteal
-
-test-server: install $(TESTS)  ## the tests of the whole server
 	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Some wait for processes, so that half as many again as there are cores are busy. Python keeps what it has compiled:
 # each of them, and each process that they start, would do it again.
-test coverage quick test-slow test-server: export PYTHONDONTWRITEBYTECODE =
+test coverage quick: export PYTHONDONTWRITEBYTECODE =
 # The matrices of the tests are small, and the cores are taken by other workers, so that more threads only wait for them.
-test coverage quick test-slow test-server: export OPENBLAS_NUM_THREADS = 1
+test coverage quick: export OPENBLAS_NUM_THREADS = 1
 QUICK = -m "not slow"
 quick: install $(TESTS)  ## the tests that need no server and take no more than two minutes, on all cores
 	$(BIN)/python -m pytest tests/pure $(QUICK) $(COVERAGE) --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8 \
