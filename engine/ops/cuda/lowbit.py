@@ -168,8 +168,8 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.d
 
 
 def _int4_plan(x: Tensor, weight: PackedWeight) -> Int4Plan | None:
-    """Return the plan of the product if the kernel for Hopper computes it: only in CUDA graphs, because the host needs
-    longer to launch it than prompts of 1,024 tokens take with the other kernels."""
+    """Return the plan of the product if the kernel for Hopper computes it: only in CUDA graphs. Prompts,
+    which the host launches op by op, were slower with it."""
     if int4_gemm is None or weight.scale.dtype != torch.int64 or not is_captured():
         return None
     num_weights, num_blocks, _ = weight.words.shape
