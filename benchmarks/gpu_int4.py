@@ -1,14 +1,13 @@
 """Time of products with 4-bit weights on one GPU: `python -m benchmarks.gpu_int4`.
 
 Shows microseconds of each product of a layer of Llama-3-8B and their sum: in bfloat16, with 4-bit weights and the
-kernels of all GPUs, and with those of captured steps. Each case is a CUDA graph of products with several matrices, so
-that few of the weights are in the L2 cache. gate_up includes its activation.
+kernels of all GPUs, and with that for Hopper where it is used. Each case is a CUDA graph of products with several
+matrices, so that few of the weights are in the L2 cache. gate_up includes its activation.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,8 +17,9 @@ import torch
 from benchmarks.gpu_times import microseconds
 from engine.executors.cuda.compilation import KernelCompiler
 from engine.ops import cuda
-from engine.ops.cuda import launch
+from engine.ops.cuda import lowbit
 
+INT4_GEMM = lowbit.int4_gemm
 LEAST_BYTES = 300e6  # that all matrices of a case have
 
 
@@ -61,9 +61,9 @@ def cases(product: Product, group: int) -> dict[str, Callable[[torch.Tensor], No
         op = getattr(cuda, f"{prefix}linear" if name == "bfloat16" else f"{prefix}linear_int4")
 
         def run(x: torch.Tensor) -> None:
-            with contextlib.nullcontext() if "other" in name else launch.captured():
-                for matrix in matrices:
-                    op(x, *matrix)
+            lowbit.int4_gemm = None if "other" in name else INT4_GEMM  # type: ignore[assignment]
+            for matrix in matrices:
+                op(x, *matrix)
 
         run.copies = len(matrices)  # type: ignore[attr-defined]
         return run

@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 
 from engine.executors.cuda.compilation import KernelCompiler
-from engine.ops.cuda import launch
 
 Result = TypeVar("Result")
 
@@ -23,13 +22,12 @@ class GraphCapture:
 
     def __call__(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Return the graph of what `run` launches, and its result, which a replay overwrites."""
-        with launch.captured():
-            result, graph = run(), torch.cuda.CUDAGraph()  # the first call lets libraries initialize
-            torch.cuda.synchronize(self._device)
-            if self._pool is None:
-                return graph, result
-            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):  # NCCL has its own thread
-                return graph, run()
+        result, graph = run(), torch.cuda.CUDAGraph()  # the first call lets libraries initialize
+        torch.cuda.synchronize(self._device)
+        if self._pool is None:
+            return graph, result
+        with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):  # NCCL has its own thread
+            return graph, run()
 
 
 def capture_graphs(

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
 
 ROWS = 16  # of a group
 WIDTH = 1024  # columns of A that a program multiplies with
@@ -38,7 +37,7 @@ class Layer(NamedTuple):
         """Return a layer of zeros. `sizes` are the numbers of outputs of the parts; `room` is the number of slots and
         the maximum rank.
         """
-        num_slots, rank = room[0], max(SMALLEST_RANK, triton.next_power_of_2(room[1]))
+        num_slots, rank = room[0], max(SMALLEST_RANK, next_power_of_2(room[1]))
         ends = np.cumsum(sizes).tolist()
         blocks = [
             (part, first, end)
@@ -77,7 +76,7 @@ def add_adapters(y: Tensor, x: Tensor, layer: Layer, groups: Tensor) -> None:
     (_, parts, rank, width), count = layer.a.shape, len(groups) // (ROWS + 1)
     if not count:
         return
-    splits = triton.cdiv(width, WIDTH)
+    splits = cdiv(width, WIDTH)
     inner = x.new_empty(splits, count, parts, ROWS, rank, dtype=torch.float32)
     rows = groups[count:]
     _shrink[(count, parts, splits)](x, layer.a, groups, rows, inner, width, ROWS, rank, WIDTH, DEPTH, **PDL)

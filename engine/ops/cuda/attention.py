@@ -21,7 +21,16 @@ from torch import Tensor
 
 from engine.ops.cuda import balanced_splits, prefill_attention
 from engine.ops.cuda.int8_cache import key_scales, numbers, scales_at, value_scales
-from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, shared_memory, wait_for_inputs
+from engine.ops.cuda.launch import (
+    PDL,
+    begin_next,
+    cdiv,
+    kernel,
+    next_power_of_2,
+    num_sms,
+    shared_memory,
+    wait_for_inputs,
+)
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.rotate_and_cache import (
     HeadNorm,
@@ -140,7 +149,7 @@ def _attend_all(
     max_blocks = scoring.window // block_size + 2 if scoring.window else MAX_BLOCKS
     if not one_each:  # kernels of decode steps do not depend on the table, so that none is compiled late
         max_blocks = min(block_tables.shape[1], max_blocks)
-    splits = _num_splits(triton.cdiv(num_tokens, tokens) * num_kv_heads, max_blocks) if usual_tokens else 1
+    splits = _num_splits(cdiv(num_tokens, tokens) * num_kv_heads, max_blocks) if usual_tokens else 1
     tile, division = min(block_size, most), None
     if cos_sin is not None and 1 < num_requests <= balanced_splits.MAX_REQUESTS:
         splits, num_tiles = 1, _num_programs(num_requests, num_kv_heads)
@@ -152,14 +161,14 @@ def _attend_all(
     _attend[grid](
         query, kv_cache, *where, query if division is None else division, out, partial, num_requests,
         block_tables.shape[1], *scoring.numbers(query), query if cos_sin is None else cos_sin, *norm,
-        num_kv_heads, group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_size, tile,
+        num_kv_heads, group, head_dim, max(16, next_power_of_2(head_dim)), block_size, tile,
         rows, tokens, one_each, division is not None, splits, 0 if cos_sin is None else cos_sin.shape[1], has_norm,
         *scoring.kinds, **options, **PDL,
     )  # fmt: skip
     if division is not None:
         balanced_splits.combine(partial, division, out, num_requests, num_tiles)
     elif splits > 1:
-        padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)
+        padded = next_power_of_2(head_dim), next_power_of_2(splits)
         combine[(num_tokens, num_heads)](partial, out, num_heads, splits, head_dim, *padded, num_warps=2, **PDL)
     return out
 
@@ -175,8 +184,8 @@ def _tile_for(group: int, usual_tokens: int, dtype: torch.dtype, is_wide: bool) 
             rows, most, options = WIDE_FLOAT32_PREFILL if dtype == torch.float32 else of_16_bits
         else:
             rows, most, options = PREFILL
-        return triton.next_power_of_2(max(group, rows)), most, options
-    rows = triton.next_power_of_2(max(group, min(group * usual_tokens, MOST_ROWS), MIN_ROWS))
+        return next_power_of_2(max(group, rows)), most, options
+    rows = next_power_of_2(max(group, min(group * usual_tokens, MOST_ROWS), MIN_ROWS))
     return (
         rows,
         MAX_TILE,

@@ -7,12 +7,11 @@ the upper 16 bits), or -1 for none; and for each request the program that has it
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.ops.cuda import forward_context
-from engine.ops.cuda.launch import PDL, begin_next, kernel, new_indices, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, new_indices, next_power_of_2, wait_for_inputs
 from engine.ops.cuda.split_kv import window_start
 
 MAX_PIECES = 64  # of a request
@@ -29,7 +28,7 @@ def divide(context_lens: Tensor, num_programs: int, tile: int, window: int) -> T
     if known is None or known[0] is not context_lens:
         count = len(context_lens)
         division = new_indices(context_lens, num_programs + count + 2)
-        grid = (triton.cdiv(num_programs, PROGRAMS_PER_BLOCK),)
+        grid = (cdiv(num_programs, PROGRAMS_PER_BLOCK),)
         _divide[grid](
             context_lens, division, count, num_programs, MAX_PIECES, window, tile, MAX_REQUESTS, PROGRAMS_PER_BLOCK,
             num_warps=4, **PDL,
@@ -41,7 +40,7 @@ def divide(context_lens: Tensor, num_programs: int, tile: int, window: int) -> T
 def combine(partial: Tensor, division: Tensor, out: Tensor, num_requests: int, num_programs: int) -> None:
     """Combine the pieces of requests that have several, `partial` f32 [P, Hq, D + 2], in `out` [B, Hq D]."""
     num_heads, head_dim = partial.shape[1], partial.shape[2] - 2
-    padded = triton.next_power_of_2(head_dim)
+    padded = next_power_of_2(head_dim)
     _combine[(num_requests, num_heads)](
         partial, division, out, num_requests, num_programs, num_heads, head_dim, padded, PIECES_PER_BLOCK,
         num_warps=2, **PDL,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
 
 NUM_PROGRAMS = 64  # of 132 multiprocessors of an H100: enough for NVLink, and steps go on beside them
 TILE = 4096  # words of 8 bytes that a program has in flight
@@ -25,8 +25,8 @@ def copy_blocks(moves: Tensor, sources: Tensor, targets: Tensor | None, num_word
 
     `moves` is i64 [N, 2]. `sources` and `targets` are i64 [L], the address of the cache of each layer, whose blocks
     have `num_words` words of 8 bytes."""
-    num_layers, tile = len(sources), min(TILE, triton.next_power_of_2(num_words))
-    num_tiles = triton.cdiv(num_words, tile)
+    num_layers, tile = len(sources), min(TILE, next_power_of_2(num_words))
+    num_tiles = cdiv(num_words, tile)
     sums = torch.empty(len(moves), num_layers * num_tiles, dtype=torch.int64, device=moves.device)
     _copy_blocks[(min(sums.numel(), NUM_PROGRAMS),)](
         moves, sources, targets, sums, sums.numel(), num_words, num_layers, num_tiles, targets is not None, tile,

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from engine.core.cache_groups import MAX_REJECTED
@@ -28,7 +27,7 @@ from engine.ops.cuda import delta_rule_chunks as chunks
 from engine.ops.cuda import delta_rule_kernels as kernels
 from engine.ops.cuda.delta_rule_decode import decode_step
 from engine.ops.cuda.gates import gated_rms_norm
-from engine.ops.cuda.launch import PDL, new_indices
+from engine.ops.cuda.launch import PDL, cdiv, new_indices, next_power_of_2
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.recurrent_states import causal_conv, starts_of, words_of
 
@@ -120,12 +119,12 @@ def gated_delta_rule(  # noqa: PLR0913 - the inputs of the catalogue, in its ord
     factors = qkv.new_empty(num_tokens, 2 * num_v_heads, dtype=torch.float32)
     bases = new_indices(context_lens, num_requests)
     where = starts_of(query_starts), context_lens, state_tables
-    padded = triton.next_power_of_2(head_dim)
+    padded = next_power_of_2(head_dim)
     block = words.shape[1], words.shape[1] // head_dim
     sizes = state_tables.shape[1], first_line, num_k_heads, num_v_heads, head_dim, padded, *block, OPEN
     kernels.compute_gates[(num_tokens,)](
         gates, a_log, dt_bias, words, *where, factors, bases, num_requests, state_tables.shape[1], first_line,
-        num_v_heads, head_dim, *block, OPEN, is_one_each, triton.next_power_of_2(num_v_heads), num_warps=1, **PDL,
+        num_v_heads, head_dim, *block, OPEN, is_one_each, next_power_of_2(num_v_heads), num_warps=1, **PDL,
     )  # fmt: skip
     inputs = qkv, factors, bases, words, *where
     spare = 2 if is_one_each else 3  # a step begins up to CHUNK + MAX_REJECTED positions behind the stored state
@@ -136,7 +135,7 @@ def gated_delta_rule(  # noqa: PLR0913 - the inputs of the catalogue, in its ord
     )
     columns = chunks.COLUMNS.value
     # It does not begin early (PDL): few programs, which run long, would share the SMs that have room first.
-    chunks.scan_chunks[(num_requests, num_v_heads, triton.cdiv(head_dim, columns))](
+    chunks.scan_chunks[(num_requests, num_v_heads, cdiv(head_dim, columns))](
         qkv, bases, words, *where, products, out, *sizes, spare, MAX_REJECTED, STAGES, num_warps=1, num_stages=1
     )
     kernels.store_open_positions[(num_requests, num_k_heads + num_v_heads)](
@@ -152,7 +151,7 @@ def _decode_step(
     *gates, state, context_lens, state_tables = arrays
     num_k_heads, num_v_heads, head_dim, first_line = sizes
     words, out = words_of(state), x.new_empty(len(x), num_v_heads * head_dim)
-    padded = triton.next_power_of_2(head_dim)
+    padded = next_power_of_2(head_dim)
     rows = x.new_empty(len(x), num_v_heads, 2, padded, dtype=torch.float32)
     taps, gate, weight, epsilon = conv_and_norm or ConvAndNorm(x, x, x, 0.0)
     if len(x):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, next_power_of_2, wait_for_inputs
 
 
 class DraftedTokens:
@@ -39,7 +38,7 @@ class DraftedTokens:
         count = len(counters)
         _verify[(1,)](
             verified, self._chosen, self.drafts, inputs["token_ids"], inputs["query_starts"], inputs["logit_rows"],
-            counters, count, self.drafts.stride(0), len(self.drafts), triton.next_power_of_2(max(count, 16)),
+            counters, count, self.drafts.stride(0), len(self.drafts), next_power_of_2(max(count, 16)),
             num_warps=1, **PDL,
         )  # fmt: skip
 
@@ -55,7 +54,7 @@ class DraftedTokens:
         _add[(1,)](
             token_ids, token_ids if ids is None else ids, counters, self.positions, self.token_ids, self.drafts,
             self._counts, count, 0 if ids is None else len(ids), self.drafts.stride(0), len(self.drafts),
-            triton.next_power_of_2(max(count, 16)), num_warps=1, **PDL,
+            next_power_of_2(max(count, 16)), num_warps=1, **PDL,
         )  # fmt: skip
 
 

@@ -21,7 +21,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.ops.cuda.attention import LOG2_E
 from engine.ops.cuda.head_products import head_linear
 from engine.ops.cuda.int8_latents import group_numbers, num_groups, row_bytes
-from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, kernel, shared_memory, wait_for_inputs
+from engine.ops.cuda.launch import (
+    HAS_COPY_ENGINE,
+    PDL,
+    begin_next,
+    cdiv,
+    kernel,
+    next_power_of_2,
+    shared_memory,
+    wait_for_inputs,
+)
 from engine.ops.cuda.mla import MARGIN, LatentStep, latent_attention, rotated, write_latents
 from engine.ops.cuda.prefill_attention import KnownStarts, PromptChunk
 from engine.ops.cuda.rotate_and_cache import request_of
@@ -100,7 +109,7 @@ def _attend_to_expanded(
                 TensorDescriptor.from_tensor(each, [tile.positions, size])
                 for each, size in zip(given, (nope, rope, size), strict=True)
             )
-        grid = triton.cdiv(len(step.q) - begin, tile.rows) + len(chunks), count
+        grid = cdiv(len(step.q) - begin, tile.rows) + len(chunks), count
         _attend[grid](
             step.q, step.cos_sin, *given, starts, lens, y, len(chunks), head, count,
             attributes["scale"] * LOG2_E, log_scale, log_scale_from, log_scale > 0,
@@ -114,7 +123,7 @@ def _copied(step: LatentStep, chunks: Sequence[PromptChunk], lens: Tensor, table
     """Return the cached rows of the requests, as numbers [S, latent + rope]."""
     lengths = [each.context + each.end - each.begin for each in chunks]
     rows = step.q.new_empty(sum(lengths), step.latent.shape[1])
-    _copy_rows[triton.cdiv(max(lengths), COPIED_ROWS), len(chunks)](
+    _copy_rows[cdiv(max(lengths), COPIED_ROWS), len(chunks)](
         step.kv_cache, rows, starts, lens, tables, tables.shape[1], *step.dims, step.kv_cache.shape[1],
         COPIED_ROWS, REQUESTS, num_warps=8, **PDL,
     )  # fmt: skip
@@ -122,7 +131,7 @@ def _copied(step: LatentStep, chunks: Sequence[PromptChunk], lens: Tensor, table
 
 
 def _padded(size: int) -> int:
-    return triton.next_power_of_2(max(16, size))
+    return next_power_of_2(max(16, size))
 
 
 def _are_copied(dtype: torch.dtype, sizes: tuple[int, ...]) -> bool:

@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from engine.ops.cuda import experts_few, experts_few_packed, experts_fp8, experts_gemv, fp8, lowbit, mxfp4
 from engine.ops.cuda.experts_kernels import DENSE, FP8, INT4, INT8, MXFP4, combine, grouped
 from engine.ops.cuda.experts_tiles import Tile, num_stages, tile_for
-from engine.ops.cuda.launch import PDL
+from engine.ops.cuda.launch import PDL, cdiv, next_power_of_2
 from engine.ops.cuda.offloaded_experts import OffloadedMatrix
 from engine.ops.cuda.one_shot_all_reduce import PeerBuffers
 from engine.ops.cuda.routing import are_written, num_experts_of, order_of, set_written
@@ -115,7 +114,7 @@ def down(
         each = h.new_empty(num_rows * top_k, columns, dtype=h.dtype if is_large else torch.float32)
         rows = h.view(num_rows * top_k, -1)
         _grouped(rows, topk_ids, stored, each, num_experts, is_invariant, weights=topk_weights)
-        grid = num_rows, triton.cdiv(columns, ADDED)
+        grid = num_rows, cdiv(columns, ADDED)
         has_all = num_experts == num_experts_of(topk_ids)
         combine[grid](each, topk_ids, out, columns, num_experts, has_all, top_k, ADDED, num_warps=4, **PDL)
     return out
@@ -159,7 +158,7 @@ def launch(
     is_sorted = len(topk_ids) > FEW or stored.kind != MXFP4
     slots, starts = order_of(topk_ids, num_experts) if is_sorted else (topk_ids, topk_ids)
     num_blocks = num_slots // tile.slots + min(num_slots, num_experts) if is_sorted else num_slots
-    across = triton.cdiv(columns, tile.columns // (1 + is_gated))
+    across = cdiv(columns, tile.columns // (1 + is_gated))
     scale = stored.weight if stored.scale is None else stored.scale
     words = 0 if stored.kind == DENSE else stored.weight.shape[2]
     depth = words * (4 if stored.kind in (INT4, MXFP4) else 2) or tile.depth
@@ -169,7 +168,7 @@ def launch(
     grouped[(num_blocks * across,)](
         x, slots, starts, stored.weight, stored.table, scale, scale if stored.zero is None else stored.zero,
         scale if stored.bias is None else stored.bias, x if weights is None else weights, out, *numbers,
-        num_blocks, columns, x.shape[1], stored.weight.shape[1], num_experts, triton.next_power_of_2(num_experts + 1),
+        num_blocks, columns, x.shape[1], stored.weight.shape[1], num_experts, next_power_of_2(num_experts + 1),
         topk_ids.shape[1] if is_gated else 1, stored.kind, is_blocked, stored.zero is not None,
         stored.bias is not None, is_gated, *activation, x.shape[1] % depth == 0, tile.slots, tile.columns,
         depth, words, GROUP_SIZE_M, stored.unit, is_sorted, num_warps=tile.warps,

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.ops.cuda.experts_kernels import activated, distance, is_here
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
 from engine.ops.cuda.one_shot_all_reduce import CAPACITY, PeerBuffers, ranks_of, recipients, send_columns
 from engine.ops.cuda.routing import num_experts_of
 
@@ -28,11 +27,11 @@ def gate_up(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, num
     (num_rows, top_k), width = topk_ids.shape, x.shape[1]
     columns = out.shape[1] // top_k
     if num_rows:
-        grid = num_rows * top_k, triton.cdiv(columns, GATE_UP_ROWS // 2)
+        grid = num_rows * top_k, cdiv(columns, GATE_UP_ROWS // 2)
         _gate_up[grid](
             x, topk_ids, *_arrays(stored), out, act["limit"], act["alpha"], act["offset"],
             columns, width, top_k, num_experts, num_experts == num_experts_of(topk_ids), stored.bias is not None,
-            act["activation"], act["limit"] > 0, GATE_UP_ROWS, min(GATE_UP_DEPTH, triton.next_power_of_2(width)),
+            act["activation"], act["limit"] > 0, GATE_UP_ROWS, min(GATE_UP_DEPTH, next_power_of_2(width)),
             stored.unit, num_warps=4, **PDL,
         )  # fmt: skip
 
@@ -43,7 +42,7 @@ def sends(topk_ids: Tensor) -> bool:
 
 
 def _down_rows(topk_ids: Tensor) -> int:
-    return max(1, DOWN_ROWS // triton.next_power_of_2(topk_ids.shape[1]))
+    return max(1, DOWN_ROWS // next_power_of_2(topk_ids.shape[1]))
 
 
 def down(  # noqa: PLR0913 - as in experts.py
@@ -58,12 +57,12 @@ def down(  # noqa: PLR0913 - as in experts.py
     """Store the weighted sums [T, N] of the products of h [T, top_k * K] in `out`, and send those of one token to the
     ranks of `to`."""
     (num_rows, top_k), columns = topk_ids.shape, out.shape[1]
-    width, slots, rows = h.shape[1] // top_k, triton.next_power_of_2(top_k), _down_rows(topk_ids)
+    width, slots, rows = h.shape[1] // top_k, next_power_of_2(top_k), _down_rows(topk_ids)
     if num_rows:
-        _down[(num_rows, triton.cdiv(columns, rows))](
+        _down[(num_rows, cdiv(columns, rows))](
             h, topk_ids, topk_weights, *_arrays(stored), out, *recipients(to, h), columns, width, top_k, num_experts,
             num_experts == num_experts_of(topk_ids), stored.bias is not None, slots, rows,
-            min(DOWN_DEPTH, triton.next_power_of_2(width)), stored.unit, *ranks_of(to), CAPACITY, num_warps=4, **PDL,
+            min(DOWN_DEPTH, next_power_of_2(width)), stored.unit, *ranks_of(to), CAPACITY, num_warps=4, **PDL,
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.ops.cuda.experts_kernels import FP8, IS_FP8, IS_INT4, IS_INT8, activated, distance, is_here
 from engine.ops.cuda.fp8_kernels import widened
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
 from engine.ops.cuda.lowbit_values import bytes_of, parts_of
 from engine.ops.cuda.routing import num_experts_of
 
@@ -33,7 +33,7 @@ def gate_up(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, **a
     (num_rows, top_k), width = topk_ids.shape, x.shape[1]
     columns = out.shape[1] // top_k
     if num_rows:
-        grid = num_rows * top_k, triton.cdiv(columns, ROWS // 2)
+        grid = num_rows * top_k, cdiv(columns, ROWS // 2)
         _gate_up[grid](
             x, topk_ids, *_arrays(stored), out, act["limit"], act["alpha"], act["offset"], columns, width,
             *_shape(stored), top_k, *_experts(stored, topk_ids, 2 * columns), *_kind(stored), act["activation"],
@@ -45,11 +45,11 @@ def gate_up(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, **a
 def down(h: Tensor, topk_ids: Tensor, topk_weights: Tensor, stored: ExpertWeights, out: Tensor) -> None:
     """Store the weighted sums [T, N] of the products of h [T, top_k * K] in `out`."""
     (num_rows, top_k), columns = topk_ids.shape, out.shape[1]
-    width, slots = h.shape[1] // top_k, triton.next_power_of_2(top_k)
+    width, slots = h.shape[1] // top_k, next_power_of_2(top_k)
     rows = max(1, ROWS // slots)
     num_words = MORE_WORDS if stored.weight.shape[1:].numel() > LONG else NUM_WORDS
     if num_rows:
-        _down[(num_rows, triton.cdiv(columns, rows))](
+        _down[(num_rows, cdiv(columns, rows))](
             h, topk_ids, topk_weights, *_arrays(stored), out, columns, width, *_shape(stored), top_k,
             *_experts(stored, topk_ids, columns), *_kind(stored), slots, rows, _blocks(stored, num_words),
             stored.weight.shape[2], stored.unit,
@@ -84,7 +84,7 @@ def _kind(stored: ExpertWeights) -> tuple[int, bool, bool, bool]:
 def _blocks(stored: ExpertWeights, num_words: int) -> int:
     """Return how many blocks of a row a program has at a time."""
     _, num_blocks, words = stored.weight.shape
-    return min(max(1, num_words // words), triton.next_power_of_2(num_blocks))
+    return min(max(1, num_words // words), next_power_of_2(num_blocks))
 
 
 @kernel

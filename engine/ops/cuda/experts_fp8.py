@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.ops.cuda import fp8
 from engine.ops.cuda.experts_kernels import FP8, INT4, block_of, distance, store_outputs
 from engine.ops.cuda.fp8_kernels import to_fp8
-from engine.ops.cuda.launch import INTERPRETED, PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import INTERPRETED, PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
 from engine.ops.cuda.lowbit_values import number, round_bf16
 from engine.ops.cuda.routing import order_of
 
@@ -61,14 +61,14 @@ def launch(
     numbers, totals, x_scale = _high_and_low(x, stored)
     order, tile = order_of(topk_ids, num_experts), TILES[stored.kind]
     num_blocks = num_slots // FEWEST_SLOTS + min(num_slots, num_experts)
-    across = triton.cdiv(columns, tile.columns // (1 + is_gated))
+    across = cdiv(columns, tile.columns // (1 + is_gated))
     activation = (act["activation"], act["limit"] > 0) if is_gated else (0, False)
     limits = (act["limit"], act["alpha"], act["offset"]) if is_gated else (0.0, 0.0, 0.0)
     zero, bias = (stored.scale if each is None else each for each in (stored.zero, stored.bias))
     multiply[(num_blocks * across,)](
         numbers, totals, x_scale, order.slots, order.starts, stored.weight, stored.table, stored.scale, zero, bias,
         x_scale if weights is None else weights, out, *limits, num_blocks, columns, stored.weight.shape[1],
-        num_experts, len(x), triton.next_power_of_2(num_experts + 1),
+        num_experts, len(x), next_power_of_2(num_experts + 1),
         top_k if is_gated else 1, stored.kind, stored.kind == FP8 and len(stored.scale) > 1, stored.zero is not None,
         stored.bias is not None, is_gated, *activation, FEWEST_SLOTS, tile.columns, GROUP_SIZE_M, stored.unit,
         tile.stages, num_warps=4, num_stages=tile.stages, **PDL,

@@ -23,7 +23,7 @@ from engine.ops.cuda.gemv import (
     tile_for,
     whole_parts,
 )
-from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, kernel, num_sms, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, fetch_ahead, kernel, next_power_of_2, num_sms, wait_for_inputs
 from engine.ops.cuda.routing import num_experts_of
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def gate_up(x: Tensor, topk_ids: Tensor, stored: ExpertWeights, out: Tensor, **a
     columns, num_slots = out.shape[1] // top_k, num_rows * top_k
     if num_rows:
         chunks = max(32, _chunks(stored))
-        tile = GemvTile(chunks, GATE_UP_ROWS, triton.cdiv(chunks, 32 * THREAD_CHUNKS), REGISTERS_EACH)
-        groups = triton.cdiv(columns, tile.rows // 2)
+        tile = GemvTile(chunks, GATE_UP_ROWS, cdiv(chunks, 32 * THREAD_CHUNKS), REGISTERS_EACH)
+        groups = cdiv(columns, tile.rows // 2)
         _gate_up[(num_slots, _num_programs(tile, groups, num_slots))](
             x, topk_ids, *_arrays(stored), out, act["limit"], act["alpha"], act["offset"], columns, x.shape[1],
             stored.weight.shape[1], stored.num_rows, groups, top_k, *_experts(stored, topk_ids, 2 * columns), bits,
@@ -70,7 +70,7 @@ def down(
     (num_rows, top_k), bits, columns = topk_ids.shape, _bits(stored), out.shape[1]
     if num_rows:
         tile = tile_for(_slots(top_k) * _chunks(stored), bits)._replace(registers=REGISTERS_EACH)
-        groups = triton.cdiv(columns, tile.rows)
+        groups = cdiv(columns, tile.rows)
         _down[(num_rows, _num_programs(tile, groups, num_rows))](
             h, topk_ids, topk_weights, *_arrays(stored), out, columns, h.shape[1] // top_k, stored.weight.shape[1],
             stored.num_rows, groups, top_k, *_experts(stored, topk_ids, columns), ids_are_written, bits,
@@ -84,18 +84,18 @@ def _bits(stored: ExpertWeights) -> int:
 
 
 def _slots(top_k: int) -> int:
-    return triton.next_power_of_2(top_k)
+    return next_power_of_2(top_k)
 
 
 def _chunks(stored: ExpertWeights) -> int:
     """Return the number of chunks of a row, rounded up to a power of two."""
-    return triton.next_power_of_2(stored.weight.shape[1] * CHUNKS_OF_BLOCK)
+    return next_power_of_2(stored.weight.shape[1] * CHUNKS_OF_BLOCK)
 
 
 def _num_programs(tile: GemvTile, groups: int, times: int) -> int:
     """Return how many programs share the groups of rows, if `times` as many run at once."""
     per_sm = min(REGISTERS // (32 * tile.warps * tile.registers), MOST_PROGRAMS)
-    return min(groups, triton.cdiv(per_sm * num_sms(), times))
+    return min(groups, cdiv(per_sm * num_sms(), times))
 
 
 def _arrays(stored: ExpertWeights) -> tuple[Tensor, ...]:

@@ -14,7 +14,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -22,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.dtypes import FP8_BLOCK
 from engine.ops.cuda import fp8_gemv
 from engine.ops.cuda.fp8_kernels import add_high_low, dequantize, high_low_gemm, skinny_gemm, split_high_low
-from engine.ops.cuda.launch import HAS_COPY_ENGINE, INTERPRETED, PDL
+from engine.ops.cuda.launch import HAS_COPY_ENGINE, INTERPRETED, PDL, cdiv, next_power_of_2
 from engine.ops.cuda.lowbit_kernels import add_splits
 from engine.ops.cuda.pointwise import swiglu
 from engine.ops.cuda.products import linear
@@ -147,7 +146,7 @@ def _skinny_gemm(x: Tensor, stored: tuple[Tensor, Tensor, Tensor | None], out: T
     (num_rows, columns), num_blocks = out.shape, weight.shape[1]
     tile = skinny_tile(len(weight), len(scale) > 1)
     is_even = num_blocks * FP8_BLOCK == x.shape[1] and num_blocks % tile.slices == 0
-    skinny_gemm[(triton.cdiv(len(weight), tile.rows),)](
+    skinny_gemm[(cdiv(len(weight), tile.rows),)](
         _rounded(x), weight, scale, scale if bias is None else bias, out, num_rows, columns, x.shape[1], num_blocks,
         len(scale) > 1, bias is not None, is_gated, is_even, tile.slices, tile.rows, 8 if num_rows <= 8 else 16,
         tile.lines, num_warps=tile.num_warps, num_stages=tile.num_stages, **PDL,
@@ -161,7 +160,7 @@ def high_and_low(x: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
     both = x.new_empty(2, num_rows, FP8_BLOCK * num_blocks, dtype=torch.float8_e4m3fn)
     scale = x.new_empty(num_rows, dtype=torch.float32)
-    blocks = triton.next_power_of_2(num_blocks)
+    blocks = next_power_of_2(num_blocks)
     warps = 4 if blocks <= 32 else 16
     split_high_low[(num_rows,)](x, both, scale, width, num_blocks, blocks, num_warps=warps, **PDL)
     return both, scale
@@ -174,7 +173,7 @@ def _high_low_cublas(
     numbers, one = weight.view(torch.float8_e4m3fn).flatten(1), _one(out.device)
     products = torch._scaled_mm(both.flatten(0, 1), numbers.t(), one, one, out_dtype=torch.bfloat16)
     num_rows, columns = out.shape
-    add_high_low[(num_rows, triton.cdiv(columns, JOINED))](
+    add_high_low[(num_rows, cdiv(columns, JOINED))](
         products, x_scale, scale, scale if bias is None else bias, out, num_rows, columns,
         bias is not None, columns < len(weight), JOINED, **PDL,
     )  # fmt: skip
@@ -198,7 +197,7 @@ def _high_low_gemm(both: Tensor, x_scale: Tensor, stored: tuple[Tensor, Tensor, 
         )
     else:
         given = both, numbers
-    down, across = triton.cdiv(num_rows, tile.rows), triton.cdiv(columns, tile.columns)
+    down, across = cdiv(num_rows, tile.rows), cdiv(columns, tile.columns)
     splits = num_splits(down * across, num_blocks)
     sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
     high_low_gemm[(down, across, splits)](
@@ -213,6 +212,6 @@ def _high_low_gemm(both: Tensor, x_scale: Tensor, stored: tuple[Tensor, Tensor, 
 def _dequantize(weight: Tensor, scale: Tensor, x: Tensor) -> Tensor:
     """Return the weight [N, K] in the type of x."""
     out = x.new_empty(len(weight), x.shape[1])
-    grid = triton.cdiv(len(weight), WIDENED), weight.shape[1]
+    grid = cdiv(len(weight), WIDENED), weight.shape[1]
     dequantize[grid](weight, scale, out, *out.shape, len(scale) > 1, WIDENED, **PDL)
     return out

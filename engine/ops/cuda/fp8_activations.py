@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.dtypes import FP8_BLOCK
 from engine.ops.cuda.fp8_kernels import to_fp8
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
 
 
 class Fp8Rows(NamedTuple):
@@ -29,7 +29,7 @@ class Fp8Rows(NamedTuple):
     @classmethod
     def empty(cls, like: Tensor, num_rows: int, width: int, *, is_blocked: bool) -> Fp8Rows:
         """Return uninitialized rows of `width` columns on the device and in place of activations like `like`."""
-        num_blocks = triton.cdiv(width, FP8_BLOCK)
+        num_blocks = cdiv(width, FP8_BLOCK)
         numbers = like.new_empty(num_rows, num_blocks * FP8_BLOCK, dtype=torch.float8_e4m3fn)
         scale = like.new_empty(num_blocks if is_blocked else 1, num_rows, dtype=torch.float32)
         return cls(numbers, scale, like.dtype)
@@ -41,7 +41,7 @@ def quantize(x: Tensor, *, is_blocked: bool) -> Fp8Rows:
     if len(x):
         num_blocks = rows.numbers.shape[1] // FP8_BLOCK
         _quantize[(len(x),)](
-            x, rows.numbers, rows.scale, x.shape[1], num_blocks, is_blocked, triton.next_power_of_2(num_blocks),
+            x, rows.numbers, rows.scale, x.shape[1], num_blocks, is_blocked, next_power_of_2(num_blocks),
             num_warps=4, **PDL,
         )  # fmt: skip
     return rows

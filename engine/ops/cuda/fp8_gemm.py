@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.dtypes import FP8_BLOCK
 from engine.ops.cuda.fp8_activations import Fp8Rows
-from engine.ops.cuda.launch import HAS_COPY_ENGINE, INTERPRETED, PDL, begin_next, kernel, num_sms, wait_for_inputs
+from engine.ops.cuda.launch import HAS_COPY_ENGINE, INTERPRETED, PDL, begin_next, cdiv, kernel, num_sms, wait_for_inputs
 from engine.ops.cuda.lowbit_kernels import add_splits
 
 GROUP_SIZE_M = 8  # tiles of rows that go over the same weights at a time, so that the L2 cache serves them
@@ -60,7 +60,7 @@ def gemm(x: Fp8Rows, weights: Weights, out: Tensor, tile: Fp8GemmTile) -> None:
             TensorDescriptor.from_tensor(x.numbers, [tile.rows, FP8_BLOCK]),
             TensorDescriptor.from_tensor(numbers, [tile.columns, FP8_BLOCK]),
         )
-    num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    num_tiles = cdiv(num_rows, tile.rows) * cdiv(columns, tile.columns)
     sums = out if tile.splits == 1 else out.new_empty(tile.splits, num_rows, columns, dtype=x.scale.dtype)
     bias = weights.scale if weights.bias is None else weights.bias
     is_blocked, has_bias = len(weights.scale) > 1, weights.bias is not None

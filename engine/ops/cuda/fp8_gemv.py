@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, wait_for_inputs
 
 NARROW, WIDE = 5120, 10240  # columns: so many programs, and what each does best with
 # The exponent of an 8-bit float, as that of a float32, is too small by 2^120.
@@ -42,7 +42,7 @@ def multiply(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, out: 
     tile = tile_for(columns)
     threads = 32 * tile.warps
     is_even = num_blocks * 8 % threads == 0 and width == num_blocks * 128
-    _multiply[(triton.cdiv(columns, tile.rows // (1 + is_gated)),)](
+    _multiply[(cdiv(columns, tile.rows // (1 + is_gated)),)](
         x, words, scale, scale if bias is None else bias, out, columns, width, num_blocks,
         len(scale) > 1, bias is not None, is_gated, is_even, tile.rows, threads,
         num_warps=tile.warps, num_stages=1, maxnreg=tile.registers, **PDL,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
 
 NUMBERS, HEADS = 1024, 8  # of a program
 
@@ -16,7 +15,7 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Return x / (1 + exp(-gate))."""
     y, count = torch.empty_like(x), x.numel()
     if count:
-        _sigmoid[(triton.cdiv(count, NUMBERS),)](x, gate, y, count, NUMBERS, num_warps=4, **PDL)
+        _sigmoid[(cdiv(count, NUMBERS),)](x, gate, y, count, NUMBERS, num_warps=4, **PDL)
     return y
 
 
@@ -25,8 +24,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, epsilon: float) -
     y, head_dim = torch.empty_like(x), len(weight)
     num_heads = x.shape[1] // head_dim
     if len(x):
-        _norm[(len(x), triton.cdiv(num_heads, HEADS))](
-            x, gate, weight, y, epsilon, num_heads, head_dim, triton.next_power_of_2(head_dim), HEADS, num_warps=4,
+        _norm[(len(x), cdiv(num_heads, HEADS))](
+            x, gate, weight, y, epsilon, num_heads, head_dim, next_power_of_2(head_dim), HEADS, num_warps=4,
             **PDL,
         )  # fmt: skip
     return y

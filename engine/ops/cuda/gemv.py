@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import INTERPRETED, PDL, begin_next, kernel, num_sms, wait_for_inputs
+from engine.ops.cuda.launch import INTERPRETED, PDL, begin_next, cdiv, kernel, next_power_of_2, num_sms, wait_for_inputs
 
 REGISTERS = 65536  # of an SM
 MOST_PROGRAMS = 10  # of an SM: more would make x whole more often than it is used
@@ -46,7 +46,7 @@ class PackedArrays(NamedTuple):
 
 def tile_for(num_chunks: int, bits: int) -> GemvTile:
     """Return the fastest tile on an H200: a thread for each chunk of a row, if a row has a few hundred chunks."""
-    chunks = max(32, triton.next_power_of_2(num_chunks))
+    chunks = max(32, next_power_of_2(num_chunks))
     if chunks <= (256 if bits == 4 else 512):
         return GemvTile(chunks, 4, chunks // 32, 80 if bits == 4 else 64)
     return GemvTile(chunks, 2, min(chunks // 64, 16), 64 if bits == 8 and chunks <= 1024 else 112)
@@ -59,7 +59,7 @@ def multiply(x: Tensor, stored: PackedArrays, out: Tensor, bits: int, *, is_gate
     words, scale, zero, bias = stored
     columns, num_blocks = out.shape[1], words.shape[1]
     tile = tile_for(num_blocks * 8, bits)
-    groups = triton.cdiv(columns, tile.rows // (1 + is_gated))
+    groups = cdiv(columns, tile.rows // (1 + is_gated))
     per_sm = min(REGISTERS // (32 * tile.warps * tile.registers), MOST_PROGRAMS)
     _multiply[(min(groups, per_sm * num_sms()),)](
         x, words, scale, scale if zero is None else zero, scale if bias is None else bias, out, columns, x.shape[1],

@@ -7,11 +7,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, fetch_ahead, kernel, next_power_of_2, wait_for_inputs
 
 MOST_ROWS = 64  # of the kernel below; more rows are left to torch
 LINE = 64  # elements of 16 bits in a cache line
@@ -52,11 +51,11 @@ def invariant_head_linear(x: Tensor, weight: Tensor, *, num_heads: int) -> Tenso
     if num_rows:
         tile = next((tile for most, tile in TILES.items() if num_rows <= most), LARGEST)
         tile = FLOAT32 if x.dtype == torch.float32 else tile
-        depth = min(tile.depth, max(16, triton.next_power_of_2(width)))
-        grid = triton.cdiv(columns, tile.columns), num_heads, triton.cdiv(num_rows, tile.rows)
+        depth = min(tile.depth, max(16, next_power_of_2(width)))
+        grid = cdiv(columns, tile.columns), num_heads, cdiv(num_rows, tile.rows)
         _multiply[grid](
             x, weight, y, num_rows, x.shape[1] // num_heads, columns, width, width % depth == 0,
-            tile.rows, tile.columns, depth, triton.next_power_of_2(triton.cdiv(width, LINE)), LINE,
+            tile.rows, tile.columns, depth, next_power_of_2(cdiv(width, LINE)), LINE,
             num_warps=tile.warps, num_stages=tile.stages, **PDL,
         )  # fmt: skip
     return y

@@ -1,18 +1,17 @@
-"""Products of packed 4-bit weights (lowbit.py) with 65 to 2,048 rows in CUDA graphs on Hopper: tiles and launch."""
+"""Products of packed 4-bit weights (lowbit.py) with 65 to 2,048 rows on Hopper: tiles and launch."""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.ops.cuda.int4_gemm_kernel import GROUPS, TILE, gemm
-from engine.ops.cuda.launch import CAN_BE, PDL, num_sms
+from engine.ops.cuda.launch import CAN_BE, PDL, cdiv, next_power_of_2, num_sms
 from engine.ops.cuda.lowbit_kernels import add_splits
 
 IS_SUPPORTED = CAN_BE and torch.cuda.get_device_capability()[0] == 9
@@ -51,16 +50,16 @@ def plan(num_rows: int, num_weights: int, num_blocks: int, width: int) -> Int4Pl
     is_possible = IS_SUPPORTED and num_weights % 16 == 0 and num_weights >= 128 and width % 8 == 0
     if not is_possible or not MIN_ROWS <= num_rows <= MAX_ROWS:
         return None
-    rows = triton.next_power_of_2(num_rows)
+    rows = next_power_of_2(num_rows)
 
     def count(tile: Int4Tile) -> int:
-        return triton.cdiv(rows, tile.rows) * triton.cdiv(num_weights, GROUPS.value * tile.weights)
+        return cdiv(rows, tile.rows) * cdiv(num_weights, GROUPS.value * tile.weights)
 
     if count(TILES[1]) * num_blocks <= LITTLE:
         return None
-    tile = min(TILES, key=lambda tile: triton.cdiv(count(tile), num_sms()) * tile.weights)
+    tile = min(TILES, key=lambda tile: cdiv(count(tile), num_sms()) * tile.weights)
     splits = max(1, min(PROGRAMS // count(tile), num_blocks // MIN_BLOCKS, MAX_SPLITS))
-    return Int4Plan(tile, triton.cdiv(num_blocks, triton.cdiv(num_blocks, splits)))  # without empty splits
+    return Int4Plan(tile, cdiv(num_blocks, cdiv(num_blocks, splits)))  # without empty splits
 
 
 def multiply(
@@ -75,17 +74,36 @@ def multiply(
     rows_of_words = words.flatten(1).unflatten(0, (2, -1, 8) if is_gated else (-1, 2, 8))
     is_staged = splits == 1 and out.dtype != torch.float32
     sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
-    num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_weights, GROUPS.value * tile.weights) * splits
-    gemm[(min(num_tiles, num_sms()),)](
+    num_tiles = cdiv(num_rows, tile.rows) * cdiv(num_weights, GROUPS.value * tile.weights) * splits
+    given = (
         _descriptor(rows_of_words.transpose(0, 1) if is_gated else rows_of_words, tile.weights // 16, 2, 8, width),
         _descriptor(x, tile.rows, width), scale, scale if zero is None else zero, scale if bias is None else bias,
         _descriptor(out, tile.rows, TILE.value // (1 + is_gated)) if is_staged else sums,
         num_rows, columns, num_blocks, splits, zero is not None, bias is not None, is_gated, is_staged,
         tile.stages * (64 // width), REGISTERS,
-        num_warps=4, maxnreg=MAX_REGISTERS, **PDL,
     )  # fmt: skip
+    # All that a kernel is compiled for. `columns` stands for whether it is a multiple of 16.
+    key = tile, splits == 1, columns, num_weights, width, out.dtype, *map(_kind, (scale, zero, bias))
+    _launch(key, min(num_tiles, num_sms()), given)
     if splits > 1:
         add_splits(sums, out)
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}  # kernels of Triton
+
+
+def _launch(key: tuple[Any, ...], num_programs: int, given: tuple[Any, ...]) -> None:
+    """Launch the kernel. Triton would find it among those that are compiled by the types, the layouts and the alignment
+    of what is given, which takes 90 us for descriptors, longer than some products of prompts take.
+    """
+    if kernel := _compiled.get(key):
+        kernel[num_programs, 1, 1](*given)
+    elif kernel := gemm[(num_programs,)](*given, num_warps=4, maxnreg=MAX_REGISTERS, **PDL):
+        _compiled[key] = kernel  # None while kernels are only collected (compilation.py)
+
+
+def _kind(tensor: Tensor | None) -> tuple[Any, ...]:
+    return () if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
 
 
 def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:

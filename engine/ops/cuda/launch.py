@@ -52,12 +52,23 @@ def shared_memory() -> int:
     return torch.cuda.get_device_properties().shared_memory_per_multiprocessor - 1024
 
 
+def cdiv(numerator: int, denominator: int) -> int:
+    """Return the quotient, rounded up. `triton.cdiv` can also be called in kernels and takes 3 us on the host, in which
+    a step that is not captured launches thousands of kernels."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is not less than a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
 def kernel(function: Callable) -> Any:
     """Declare a kernel of the Triton language that is compiled once for all sizes of a step."""
     return triton.jit(function, do_not_specialize=STEP_SIZES, do_not_specialize_on_alignment=STEP_ARRAYS)
 
 
-_is_recording = _is_captured = False
+_is_recording = False
 
 
 @contextlib.contextmanager
@@ -69,22 +80,6 @@ def recording() -> Iterator[None]:
         yield
     finally:
         _is_recording = False
-
-
-@contextlib.contextmanager
-def captured() -> Iterator[None]:
-    """Mark launches inside the context as those of a CUDA graph, which may take the host long: they happen once."""
-    global _is_captured
-    _is_captured = True
-    try:
-        yield
-    finally:
-        _is_captured = False
-
-
-def is_captured() -> bool:
-    """Return whether what is launched now becomes a part of a CUDA graph."""
-    return _is_captured
 
 
 def new_indices(like: Tensor, *shape: int) -> Tensor:

@@ -3,8 +3,8 @@
 A word of 16 bits has the codes of 2 or 4 columns that are 64 apart, so that each of its parts makes of a tile of words
 a tile of 64 columns, in registers, as the tensor cores take it; one row does without these (gemv.py). With
 `linear_a8w8` the codes themselves are multiplied. Of 4-bit codes in groups of 32 the columns of a word are 32 apart, so
-that a part is a group there, too. On Hopper, 4-bit products of 65 to 2,048 rows in CUDA graphs have a kernel of their
-own (int4_gemm.py).
+that a part is a group there, too. On Hopper, 4-bit products of 65 to 2,048 rows have a kernel of their own
+(int4_gemm.py).
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 
 from engine.ops.cuda.gemv import PackedArrays, multiply
-from engine.ops.cuda.launch import INTERPRETED, PDL, is_captured
+from engine.ops.cuda.launch import INTERPRETED, PDL, cdiv
 from engine.ops.cuda.lowbit_kernels import add_splits, gemm
 from engine.ops.cuda.lowbit_skinny_gemm import int4_skinny_gemm, skinny_gemm
 from engine.ops.cuda.lowbit_values import codes_of, unpack
@@ -168,9 +167,8 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.d
 
 
 def _int4_plan(x: Tensor, weight: PackedWeight) -> Int4Plan | None:
-    """Return the plan of the product if the kernel for Hopper computes it: only in CUDA graphs. Prompts,
-    which the host launches op by op, were slower with it."""
-    if int4_gemm is None or weight.scale.dtype != torch.int64 or not is_captured():
+    """Return the plan of the product if the kernel for Hopper computes it."""
+    if int4_gemm is None or weight.scale.dtype != torch.int64:
         return None
     num_weights, num_blocks, _ = weight.words.shape
     return int4_gemm.plan(len(x), num_weights, num_blocks, x.shape[1])
@@ -229,7 +227,7 @@ def _launch(
         return
     if num_rows <= MAX_SKINNY_ROWS and bits == 4:
         small = int4_skinny_tile(num_rows, columns * (1 + is_gated))
-        int4_skinny_gemm[(triton.cdiv(columns, small.weights // (1 + is_gated)),)](
+        int4_skinny_gemm[(cdiv(columns, small.weights // (1 + is_gated)),)](
             x, *inputs[2:], *sizes, *kind[2:], is_gated, small.shares, small.weights, 8 if num_rows <= 8 else 16,
             small.lines, num_warps=small.num_warps, num_stages=small.num_stages, **PDL,
         )  # fmt: skip
@@ -237,13 +235,13 @@ def _launch(
     if num_rows <= MAX_SKINNY_ROWS:
         tile = skinny_tile(columns)
         is_even = words[0].numel() * (1 if is_whole else 2) == x.shape[1] and words.shape[1] % tile.slices == 0
-        skinny_gemm[(triton.cdiv(columns, tile.rows // (1 + is_gated)),)](
+        skinny_gemm[(cdiv(columns, tile.rows // (1 + is_gated)),)](
             *inputs[:4], *inputs[5:], *sizes, is_whole, *kind[3:], is_gated, is_even, tile.slices, tile.rows,
             8 if num_rows <= 8 else 16, SKINNY_LINES, num_warps=tile.num_warps, num_stages=tile.num_stages, **PDL,
         )  # fmt: skip
         return
     large = gemm_tile(num_rows, columns, bits)
-    down, across = triton.cdiv(num_rows, large.rows), triton.cdiv(columns, large.columns)
+    down, across = cdiv(num_rows, large.rows), cdiv(columns, large.columns)
     splits = num_splits(num_rows, down * across, words.shape[1], bits)
     sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
     num_stages = 4 if large.warps == 4 else 3 if zero is None or large.rows < 128 else 2  # an SM has no room for more

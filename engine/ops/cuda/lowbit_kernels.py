@@ -4,11 +4,10 @@ The sum of the splits also serves other products.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, wait_for_inputs
 from engine.ops.cuda.lowbit_values import scaled_with_bias, weights_of
 
 ADDED = 1024  # elements of a program that adds up splits
@@ -55,7 +54,7 @@ def gemm(
 
 def add_splits(sums: Tensor, out: Tensor) -> None:
     """Write the sum of the splits [splits, T, N] to `out` [T, N]."""
-    _add_splits[(triton.cdiv(out.numel(), ADDED),)](sums, out, out.numel(), len(sums), ADDED, **PDL)
+    _add_splits[(cdiv(out.numel(), ADDED),)](sums, out, out.numel(), len(sums), ADDED, **PDL)
 
 
 @kernel

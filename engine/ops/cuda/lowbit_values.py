@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import INTERPRETED, PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import INTERPRETED, PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
 
 
 def _nibbles(parts: Sequence[int], has_zero: bool) -> str:
@@ -171,7 +171,7 @@ def round_whole(x):
 def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x to i8 [T, K] with scales f32 [T]. The codes are integers up to 127."""
     codes, scale = torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x), dtype=torch.float32)
-    block = triton.next_power_of_2(x.shape[1])
+    block = next_power_of_2(x.shape[1])
     _codes_of[(len(x),)](x, codes, scale, x.shape[1], block, num_warps=4 if block <= 4096 else 16, **PDL)
     return codes, scale
 
@@ -196,7 +196,7 @@ def unpack(weight: tuple[Tensor, Tensor, Tensor | None], x: Tensor) -> Tensor:
     num_rows, num_blocks = words.shape[:2]
     out = x.new_empty(num_rows, x.shape[1])
     bits = 4 if scale.dtype == torch.int64 else 8
-    _unpack[(triton.cdiv(num_rows, UNPACKED), num_blocks)](
+    _unpack[(cdiv(num_rows, UNPACKED), num_blocks)](
         words,
         scale,
         scale if zero is None else zero,

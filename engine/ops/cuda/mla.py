@@ -19,7 +19,16 @@ from torch import Tensor
 
 from engine.ops.cuda.attention import LOG2_E, MAX_SPLITS, rows_of, tile_of_queries
 from engine.ops.cuda.int8_latents import group_numbers, num_groups, put_groups, row_bytes, turned_group_numbers
-from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, kernel, num_sms, shared_memory, wait_for_inputs
+from engine.ops.cuda.launch import (
+    HAS_COPY_ENGINE,
+    PDL,
+    begin_next,
+    kernel,
+    next_power_of_2,
+    num_sms,
+    shared_memory,
+    wait_for_inputs,
+)
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.rotate_and_cache import request_of
 from engine.ops.cuda.split_kv import combine, merge_unit
@@ -81,7 +90,7 @@ class LatentStep(NamedTuple):
     def dims(self) -> tuple[int, ...]:
         """Return the numbers of elements that the kernels are compiled for."""
         latent, rope = len(self.norm_weight), self.cos_sin.shape[1]
-        return latent, triton.next_power_of_2(max(16, latent)), rope, triton.next_power_of_2(max(16, rope))
+        return latent, next_power_of_2(max(16, latent)), rope, next_power_of_2(max(16, rope))
 
 
 def latent_attention(
@@ -138,7 +147,7 @@ class Launch(NamedTuple):
         group = heads_of(step.num_heads)
         if step.has_int8_cache and tile is not FLOAT32:
             tile = tile._replace(**INT8)
-        rows = triton.next_power_of_2(max(group, tile.rows))
+        rows = next_power_of_2(max(group, tile.rows))
         tokens = 1 if step.has_one_each else rows // group
         return cls(step, tile, group, rows, tokens, min(step.kv_cache.shape[1], tile.positions))
 

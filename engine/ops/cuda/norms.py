@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, next_power_of_2, wait_for_inputs
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
@@ -33,7 +32,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, epsilon
     num_rows, width = x.shape
     y = torch.empty_like(x)
     if num_rows:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         given = x, weight, weight if bias is None else bias, y, width, epsilon
         _layer_norm[(num_rows,)](*given, bias is not None, block, num_warps=_warps(block), **PDL)
     return y
@@ -48,7 +47,7 @@ def square_sums(qkv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int
     sums = qkv.new_empty(len(qkv), 2, dtype=torch.float32)
     if len(qkv):
         sizes = num_heads * head_dim, num_kv_heads * head_dim
-        block = triton.next_power_of_2(max(sizes))
+        block = next_power_of_2(max(sizes))
         _square_sums[(len(qkv), 2)](qkv, sums, *sizes, qkv.shape[1], block, num_warps=_warps(block), **PDL)
     return sums
 
@@ -72,7 +71,7 @@ def wide_norm(
     y = torch.empty_like(qkv)
     if len(qkv):
         ends = num_heads * head_dim, (num_heads + num_kv_heads) * head_dim
-        block = triton.next_power_of_2(qkv.shape[1])
+        block = next_power_of_2(qkv.shape[1])
         _wide_norm[(len(qkv),)](
             qkv, sums, q_weight, k_weight, y, *ends, qkv.shape[1], q_size, k_size, epsilon, block,
             num_warps=_warps(block), **PDL,
@@ -83,7 +82,7 @@ def wide_norm(
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, y: Tensor, epsilon: float, *, has_residual: bool) -> None:
     num_rows, width = x.shape
     if num_rows:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         given = x, residual, weight, y, width, epsilon
         _rms_norm[(num_rows,)](*given, has_residual, block, num_warps=_warps(block), **PDL)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
 
 BLOCK = 1024  # elements a program
 
@@ -16,7 +15,7 @@ def embedding(token_ids: Tensor, table: Tensor, *, first_id: int) -> Tensor:
     """Return rows `token_ids[t] - first_id` of the table [V, H], with zeros for ids that it does not hold: [T, H]."""
     out = table.new_empty(len(token_ids), table.shape[1])
     if len(token_ids):
-        grid = len(token_ids), triton.cdiv(table.shape[1], BLOCK)
+        grid = len(token_ids), cdiv(table.shape[1], BLOCK)
         _embedding[grid](token_ids, table, out, first_id, *table.shape, BLOCK, **PDL)
     return out
 
@@ -26,7 +25,7 @@ def rotary_angles(positions: Tensor, inv_freq: Tensor, *, attention_scaling: flo
     half = len(inv_freq)
     out = inv_freq.new_empty(len(positions), 2 * half)
     if len(positions):
-        block = triton.next_power_of_2(half)
+        block = next_power_of_2(half)
         _rotary_angles[(len(positions),)](positions, inv_freq, out, half, attention_scaling, block, num_warps=1, **PDL)
     return out
 
@@ -37,7 +36,7 @@ def mrope_angles(positions: Tensor, inv_freq: Tensor, axes: Tensor, *, attention
     half, num_tokens = len(inv_freq), positions.shape[1]
     out = inv_freq.new_empty(num_tokens, 2 * half)
     if num_tokens:
-        block = triton.next_power_of_2(half)
+        block = next_power_of_2(half)
         arrays = (positions, inv_freq, axes, out)
         _mrope_angles[(num_tokens,)](*arrays, num_tokens, half, attention_scaling, block, num_warps=1, **PDL)
     return out
@@ -58,7 +57,7 @@ def add_gathered_rows(x: Tensor, rows: Tensor, values: Tensor, *, column: int) -
 def _with_rows(x: Tensor, rows: Tensor, values: Tensor, column: int, adds: bool) -> Tensor:
     out = torch.empty_like(x)
     if len(x):
-        grid = len(x), triton.cdiv(x.shape[1], BLOCK)
+        grid = len(x), cdiv(x.shape[1], BLOCK)
         _insert_rows[grid](x, rows, values, out, x.shape[1], values.shape[1], column, adds, BLOCK, **PDL)
     return out
 
@@ -68,7 +67,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     if num_rows:
-        _swiglu[(num_rows, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK, **PDL)
+        _swiglu[(num_rows, cdiv(width, BLOCK))](gate_up, out, width, BLOCK, **PDL)
     return out
 
 
@@ -77,7 +76,7 @@ def geglu(gate_up: Tensor) -> Tensor:
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     if num_rows:
-        _gelu[(num_rows, triton.cdiv(width, BLOCK))](gate_up, out, width, True, BLOCK, **PDL)
+        _gelu[(num_rows, cdiv(width, BLOCK))](gate_up, out, width, True, BLOCK, **PDL)
     return out
 
 
@@ -85,7 +84,7 @@ def gelu(x: Tensor) -> Tensor:
     """Compute the tanh approximation of GELU, element by element."""
     out = torch.empty_like(x)
     if len(x):
-        _gelu[(len(x), triton.cdiv(x.shape[1], BLOCK))](x, out, x.shape[1], False, BLOCK, **PDL)
+        _gelu[(len(x), cdiv(x.shape[1], BLOCK))](x, out, x.shape[1], False, BLOCK, **PDL)
     return out
 
 
@@ -110,8 +109,8 @@ def last_tokens_in(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
     """Return `token_ids` with every id below -1 replaced by the token at place -2 - id of `last_tokens`, such as the
     last one that was sampled for a slot."""
     out = torch.empty_like(token_ids)
-    block = min(triton.next_power_of_2(len(token_ids)), BLOCK)
-    grid = (triton.cdiv(len(token_ids), block),)
+    block = min(next_power_of_2(len(token_ids)), BLOCK)
+    grid = (cdiv(len(token_ids), block),)
     _last_tokens_in[grid](token_ids, last_tokens, out, len(token_ids), block, num_warps=1, **PDL)
     return out
 

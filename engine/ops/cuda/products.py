@@ -4,13 +4,12 @@ through another (skinny_gemm.py); more go through torch (cuBLASLt), which such k
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
 from engine.ops.cuda import skinny_gemm
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
 from engine.ops.cuda.one_shot_all_reduce import CAPACITY, PeerBuffers, ranks_of, recipients, send_columns
 from engine.ops.cuda.pointwise import add, swiglu
 
@@ -74,8 +73,8 @@ def _gemv(
 ) -> Tensor:
     columns, width = out.shape[1], x.shape[1]
     block_n, block_k = next((tile for most, *tile in TILES if columns <= most and not is_gated), SMALL)
-    block_k = min(block_k, triton.next_power_of_2(width))
-    _multiply[(triton.cdiv(columns, block_n),)](
+    block_k = min(block_k, next_power_of_2(width))
+    _multiply[(cdiv(columns, block_n),)](
         x, weight, x if bias is None else bias, out, *recipients(to, x), columns, width, bias is not None, is_gated,
         block_n, block_k, *ranks_of(to), CAPACITY, num_warps=4, **PDL,
     )  # fmt: skip

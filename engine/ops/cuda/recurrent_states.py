@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.ops.catalogue_states import HISTORY
 from engine.ops.cuda.attention import tile_of_queries
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, wait_for_inputs
 from engine.ops.cuda.prefill_attention import KnownStarts
 
 TOKENS, CHANNELS = 16, 128  # of a program; TOKENS is the number of inputs that are kept, so it is HISTORY
@@ -45,7 +45,7 @@ def causal_conv(
     tokens = 1 if one_each else TOKENS
     tiles = num_tokens if one_each else num_tokens // tokens + num_requests
     if num_tokens:
-        _convolve[(tiles, triton.cdiv(channels, CHANNELS))](
+        _convolve[(tiles, cdiv(channels, CHANNELS))](
             x, weight, words, starts_of(query_starts), context_lens, state_tables, y, num_requests,
             state_tables.shape[1], channels, weight.shape[2], head_dim, words.shape[1], words.shape[1] // head_dim,
             HISTORY, tokens, one_each, CHANNELS, num_warps=4, **PDL,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.dtypes import scale_bytes
 from engine.ops.cuda.int8_cache import put
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
 
 HEADS = 8  # that a program writes
 
@@ -31,9 +31,9 @@ def rotate_heads(qkv: Tensor, cos_sin: Tensor, *, num_heads: int, num_kv_heads: 
     """Return `qkv` with its query and key heads rotated."""
     y = qkv.new_empty(qkv.shape)
     if len(qkv):
-        grid = len(qkv), triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
+        grid = len(qkv), cdiv(num_heads + 2 * num_kv_heads, HEADS)
         _rotate[grid](
-            qkv, cos_sin, y, num_heads, num_kv_heads, head_dim, triton.next_power_of_2(head_dim), cos_sin.shape[1],
+            qkv, cos_sin, y, num_heads, num_kv_heads, head_dim, next_power_of_2(head_dim), cos_sin.shape[1],
             HEADS, **PDL,
         )  # fmt: skip
     return y
@@ -53,12 +53,12 @@ def rotate_and_cache(
     heads, norm, has_norm = without_norm(qkv)
     num_kv_heads, (block_size, head_dim) = kv_cache.shape[2], sizes_of(kv_cache)
     query = heads.new_empty(len(heads), num_heads * head_dim)
-    grid = len(heads), triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
+    grid = len(heads), cdiv(num_heads + 2 * num_kv_heads, HEADS)
     _rotate_and_cache[grid](
         heads, cos_sin, kv_cache, *where, query, query if pairs is None else pairs, *norm,
         len(where[1]), where[2].shape[1],
         has_norm, pairs is not None, len(heads) == len(where[1]), num_heads, num_kv_heads, head_dim,
-        triton.next_power_of_2(head_dim), cos_sin.shape[1], block_size, HEADS, **PDL,
+        next_power_of_2(head_dim), cos_sin.shape[1], block_size, HEADS, **PDL,
     )  # fmt: skip
     return query
 

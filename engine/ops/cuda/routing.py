@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.ops.cuda import forward_context
 from engine.ops.cuda.forward_context import Order
-from engine.ops.cuda.launch import PDL, begin_next, kernel, new_indices, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, new_indices, next_power_of_2, wait_for_inputs
 
 CHUNK, DEPTH = 256, 64  # inputs whose products are added up first, and of them those of a step
 SMALL, LARGE = 64, 1024  # tokens, of which a program has 16, or 32 and one chunk, or 32 and all chunks
@@ -54,8 +54,8 @@ def moe_route(  # noqa: PLR0913 - the inputs and attributes of the catalogue
             sums, sums if bias is None else bias, sums if choice_bias is None else choice_bias, ids, weights,
             ids if counts is None else counts, ids if num_real is None else num_real,
             num_rows, epsilon, minimum, factor, first_expert, len(sums),
-            num_experts, triton.next_power_of_2(num_experts), top_k, triton.next_power_of_2(top_k), scoring,
-            num_groups, triton.next_power_of_2(num_groups), top_groups, group_best, bool(renormalize),
+            num_experts, next_power_of_2(num_experts), top_k, next_power_of_2(top_k), scoring,
+            num_groups, next_power_of_2(num_groups), top_groups, group_best, bool(renormalize),
             bias is not None, choice_bias is not None, counts is not None, num_warps=1, **PDL,
         )  # fmt: skip
     forward_context.current().routing_of(ids).num_experts = num_experts
@@ -94,7 +94,7 @@ def add_gated(x: Tensor, y: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
     """Return x + y * sigmoid(hidden · weight) of [T, N], [T, N], [T, K] and [K]."""
     out, (num_rows, width) = torch.empty_like(x), x.shape
     if num_rows:
-        block = triton.next_power_of_2(max(width, hidden.shape[1]))
+        block = next_power_of_2(max(width, hidden.shape[1]))
         _add_gated[(num_rows,)](x, y, hidden, weight, out, width, hidden.shape[1], block, num_warps=8, **PDL)
     return out
 
@@ -102,11 +102,11 @@ def add_gated(x: Tensor, y: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
 def _sums(x: Tensor, weight: Tensor) -> Tensor:
     """Return parts of the logits, float32 [parts, T, E]: of a chunk of the inputs each, or of all."""
     (num_rows, width), num_experts = x.shape, len(weight)
-    parts = triton.cdiv(width, CHUNK) if num_rows <= LARGE else 1
+    parts = cdiv(width, CHUNK) if num_rows <= LARGE else 1
     rows, experts = 16 if num_rows <= SMALL else 32, 32 if min(num_rows - LARGE, num_experts - 32) <= 0 else 64
     out = x.new_empty(parts, num_rows, num_experts, dtype=torch.float32)
-    _logits[(triton.cdiv(num_rows, rows), triton.cdiv(num_experts, experts), parts)](
-        x, weight, out, num_rows, num_experts, width, CHUNK if parts > 1 else triton.cdiv(width, CHUNK) * CHUNK,
+    _logits[(cdiv(num_rows, rows), cdiv(num_experts, experts), parts)](
+        x, weight, out, num_rows, num_experts, width, CHUNK if parts > 1 else cdiv(width, CHUNK) * CHUNK,
         rows, experts, CHUNK, DEPTH, num_rows <= SMALL and parts > 1, num_warps=4, num_stages=4, **PDL,
     )  # fmt: skip
     return out
@@ -119,7 +119,7 @@ def _sorted(ids: Tensor, num_experts: int) -> Order:
         experts = torch.arange(num_experts + 1, device=ids.device, dtype=torch.int32)
         return Order(slots.int(), torch.searchsorted(values, experts, out_int32=True))
     slots, starts = new_indices(ids, count), new_indices(ids, num_experts + 1)
-    num_programs = triton.cdiv(count + num_experts + 1, QUERIES)
+    num_programs = cdiv(count + num_experts + 1, QUERIES)
     _sort[(num_programs,)](ids, slots, starts, count, num_experts, QUERIES, COMPARED, num_warps=4, **PDL)
     return Order(slots, starts)
 

@@ -7,11 +7,10 @@ Every output is one chain of sums along k, as those of `engine.ops.cuda.invarian
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, fetch_ahead, kernel, num_sms, shared_memory, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, fetch_ahead, kernel, num_sms, shared_memory, wait_for_inputs
 
 # As measured in the layers of a model on an H200, where a kernel begins while the one before it ends.
 FEW = 8  # rows
@@ -31,7 +30,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_
     the product had been stored in between.
     """
     (num_rows, width), columns = x.shape, out.shape[1]
-    num_programs = triton.cdiv(columns, WEIGHTS // (1 + is_gated))
+    num_programs = cdiv(columns, WEIGHTS // (1 + is_gated))
     _multiply[(num_programs,)](
         x, weight, x if bias is None else bias, out, num_rows, columns, width, bias is not None, is_gated,
         width % DEPTH == 0, WEIGHTS, DEPTH, FEW, EARLY, LINE, num_warps=1, num_stages=1 + _num_ahead(num_programs),
@@ -42,7 +41,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_
 
 def _num_ahead(num_programs: int) -> int:
     """Return the number of tiles to read ahead, so that all programs run at once if they can."""
-    per_sm = triton.cdiv(num_programs, num_sms())
+    per_sm = cdiv(num_programs, num_sms())
     room = shared_memory() // ((WEIGHTS + FEW) * DEPTH * 2)
     return min(room // per_sm, MOST_AHEAD) if per_sm <= CROWD else AHEAD
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, wait_for_inputs
 
 PROGRAMS = 16  # programs that load the inputs of a step, which is how the device counts steps
 BLOCK = 512
@@ -53,7 +52,7 @@ class StepBuffers:
     def store(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor, chosen: Tensor) -> None:
         """Launch the kernel that copies the sampled tokens to the host, to `last_tokens` at the slots, i64, and to the
         beginning of `chosen`."""
-        _store_tokens[(triton.cdiv(len(token_ids), BLOCK),)](
+        _store_tokens[(cdiv(len(token_ids), BLOCK),)](
             token_ids, slots, last_tokens, chosen, self._num_loads, self._tokens, len(token_ids),
             self._tokens.stride(0),
             self._num_buffers, PROGRAMS, BLOCK, **PDL,

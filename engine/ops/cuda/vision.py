@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops.cuda.launch import PDL, begin_next, kernel, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, kernel, next_power_of_2, wait_for_inputs
 from engine.ops.cuda.rotate_and_cache import rotate_heads
 
 LOG2_E = math.log2(math.e)
@@ -66,7 +66,7 @@ def _parts(head_dim: int) -> tuple[int, int]:
     one that holds the rest, or 0. A head of 72 takes 64 and 16 elements, not 128."""
     main = max(LEAST, 1 << head_dim.bit_length() - 1)
     rest = head_dim - main
-    return main, max(LEAST, triton.next_power_of_2(rest)) if rest > 0 else 0
+    return main, max(LEAST, next_power_of_2(rest)) if rest > 0 else 0
 
 
 @kernel

@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.ops.cuda.attention import MAX_TILE, Scoring, begun, rows_of, tile_of, tile_of_queries
-from engine.ops.cuda.launch import PDL, begin_next, kernel, num_sms, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, next_power_of_2, num_sms, wait_for_inputs
 from engine.ops.cuda.prefill_attention import KnownStarts
 from engine.ops.cuda.rotate_and_cache import HeadNorm, rotate_and_cache, sizes_of
 from engine.ops.cuda.split_kv import merge_unit, merge_units, window_start
@@ -57,15 +56,15 @@ def paged_attention(
     block_size, head_dim = sizes_of(kv_cache)
     of_bf16 = DECODE if one_each and group <= DECODE[0] else PREFILL
     rows, most, options = FLOAT32 if query.dtype == torch.float32 else of_bf16
-    rows = triton.next_power_of_2(max(group, rows))
+    rows = next_power_of_2(max(group, rows))
     tokens = 1 if one_each else rows // group
     num_tiles = num_tokens if one_each else num_tokens // tokens + num_requests
-    num_units = triton.cdiv(block_tables.shape[1] * block_size, UNIT)
+    num_units = cdiv(block_tables.shape[1] * block_size, UNIT)
     most_units = min(num_units, window // UNIT + 2 if window else num_units)
     splits = _num_splits(num_tiles * num_kv_heads, most_units) if one_each else 1
     shape = num_tokens, num_heads, num_units, head_dim + 2
     partial = query.new_empty(shape, dtype=torch.float32) if splits > 1 else out
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    padded_dim = max(16, next_power_of_2(head_dim))
     _attend[(num_tiles, num_kv_heads, splits)](
         query, kv_cache, *where, partial, num_requests, block_tables.shape[1], num_units, *scoring.numbers(query),
         num_kv_heads, group, head_dim, padded_dim, block_size, min(block_size, most), UNIT, rows, tokens, one_each,

@@ -6,12 +6,11 @@ depend on it either.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from engine.ops.cuda.attention import LOG2_E
 from engine.ops.cuda.invariant.attention import UNIT
-from engine.ops.cuda.launch import PDL
+from engine.ops.cuda.launch import PDL, cdiv
 from engine.ops.cuda.mla import FLOAT32, LatentStep, LatentTile, Launch, write_latents
 from engine.ops.cuda.split_kv import merge_units
 
@@ -28,7 +27,7 @@ def latent_attention(
     write_latents(step, epsilon)
     (width, padded, *_), out = step.dims, torch.empty_like(step.q_latent)
     launch = Launch.of(step, FLOAT32 if step.q.dtype == torch.float32 else TILE)
-    num_units = triton.cdiv(step.where[2].shape[1] * step.kv_cache.shape[1], UNIT)
+    num_units = cdiv(step.where[2].shape[1] * step.kv_cache.shape[1], UNIT)
     splits = launch.splits(num_units) if step.has_one_each else 1
     partial = launch.partial(num_units) if splits > 1 else out
     factors = epsilon, scale * LOG2_E, log_scale

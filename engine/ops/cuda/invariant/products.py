@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.ops.cuda import skinny_gemm
-from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, kernel, shared_memory, wait_for_inputs
+from engine.ops.cuda.launch import HAS_COPY_ENGINE, PDL, begin_next, cdiv, kernel, shared_memory, wait_for_inputs
 from engine.ops.cuda.pointwise import swiglu
 
 
@@ -78,7 +77,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
         rows = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]) if is_copied else x
         weights = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]) if is_copied else weight
         room = shared_memory() // ((tile.rows + tile.columns) * tile.depth * x.element_size())
-        grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
+        grid = (cdiv(num_rows, tile.rows) * cdiv(columns, tile.columns),)
         _multiply[grid](
             rows, weights, x if bias is None else bias, out, num_rows, columns, width, bias is not None, is_copied,
             width % tile.depth == 0, tile.rows, tile.columns, tile.depth, GROUP_SIZE_M, num_warps=tile.warps,

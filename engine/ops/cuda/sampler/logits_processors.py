@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import kernel
+from engine.ops.cuda.launch import cdiv, kernel
 from engine.ops.cuda.sampler.drawing import uniforms
 from engine.sampling_parameters import SamplingParameters
 
@@ -27,7 +27,7 @@ def process_logits(logits: Tensor, rows: Mapping[str, Tensor]) -> None:
     """Apply all logits processors whose fields are in `rows` to logits f32 [S, V] in place."""
     num_rows, vocab = logits.shape
     if "mask" in rows:
-        _mask[(num_rows, triton.cdiv(vocab, BLOCK))](logits, rows["mask"], vocab, BLOCK)
+        _mask[(num_rows, cdiv(vocab, BLOCK))](logits, rows["mask"], vocab, BLOCK)
     if "bias_ids" in rows:
         _bias[(num_rows,)](logits, rows["bias_starts"], rows["bias_ids"], rows["bias"], vocab, ENTRIES)
     if "seen_ids" in rows:

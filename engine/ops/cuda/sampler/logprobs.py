@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import kernel
+from engine.ops.cuda.launch import kernel, next_power_of_2
 from engine.ops.cuda.sampler.row import load
 
 BLOCK, LOGITS_PER_WARP = 8192, 512  # of a row at a time
@@ -16,7 +15,7 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: Tensor, ma
     """Return the log-probabilities of these tokens, one for each row, and of the likeliest ones: the fields of
     SampledRows by name."""
     num_rows, vocab = logits.shape
-    block = min(BLOCK, triton.next_power_of_2(vocab))
+    block = min(BLOCK, next_power_of_2(vocab))
     warps = max(4, block // LOGITS_PER_WARP)
     logprobs = logits.new_full((num_rows,), float("nan"))
     top_ids = token_ids.new_full((num_rows, max_logprobs), -1)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import kernel
+from engine.ops.cuda.launch import cdiv, kernel, next_power_of_2
 
 PART = 4096  # logits a program
 EVERYTHING = tl.constexpr(104.0)  # exp(-104) is 0: what lies further below the largest, in temperatures, has no weight
@@ -34,13 +34,13 @@ class Rows:
     def sizes(self) -> tuple[int, int, int]:
         """Return the vocabulary size, the number of parts, and that number as a power of two."""
         num_parts = self.most.shape[1]
-        return self.logits.shape[1], num_parts, triton.next_power_of_2(num_parts)
+        return self.logits.shape[1], num_parts, next_power_of_2(num_parts)
 
 
 def find_largest(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Rows:
     """Return rows whose parts' largest logits are known, and of which everything is kept."""
     (num_rows, vocab), new = logits.shape, logits.new_empty
-    num_parts = triton.cdiv(vocab, PART)
+    num_parts = cdiv(vocab, PART)
     most, most_ids = new(num_rows, num_parts), new(num_rows, num_parts, dtype=torch.int32)
     floor, spare, count = new(num_rows), new(num_rows, dtype=torch.int32), new(num_rows, dtype=torch.int32)
     _find_largest[(num_rows, num_parts)](logits, most, most_ids, floor, spare, vocab, num_parts, PART)
