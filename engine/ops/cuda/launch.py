@@ -82,6 +82,13 @@ def recording() -> Iterator[None]:
         _is_recording = False
 
 
+def collective(function: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+    """Return the launch of a kernel that waits for data of other ranks. Inside `recording` such a kernel is never
+    launched: that which sends the data may be left out because it is not compiled yet, and the wait would not end.
+    """
+    return functools.partial(function.warmup, grid=grid) if _is_recording else function[grid]
+
+
 def new_indices(like: Tensor, *shape: int) -> Tensor:
     """Return i32 memory for indices, by which a later kernel finds what it reads. The kernel that fills it may be left
     out because it is not compiled yet: the indices are zeros then, so that later kernels stay inside of their arrays.

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, next_power_of_2, wait_for_inputs
+from engine.ops.cuda.launch import PDL, begin_next, cdiv, collective, kernel, next_power_of_2, wait_for_inputs
 
 CAPACITY = 4096  # words that a program can send to each rank in one call
 MAX_PROGRAMS = 256  # programs times other ranks, up to which this is faster than any other way
@@ -70,7 +70,7 @@ def all_reduce(
     num_words, out = words_of(x), torch.empty_like(x)
     words = [None if each is None else each.view(torch.int32) for each in (x, residual, out)]
     block = next_power_of_2(num_words)
-    _all_reduce[(len(x),)](
+    collective(_all_reduce, (len(x),))(
         *words[:2], weight, words[2], buffers.addresses, buffers.calls, num_words, epsilon,
         buffers.rank, buffers.num_ranks, x.dtype == torch.bfloat16, residual is not None, is_sent, CAPACITY, block,
         num_warps=max(4, block // 256), **PDL,
@@ -83,7 +83,7 @@ def all_gather(buffers: PeerBuffers, x: Tensor, width: int) -> Tensor:
     num_rows, own = x.shape
     out = x.new_empty(num_rows, width)
     grid = num_rows, cdiv(own, CAPACITY)
-    _all_gather[grid](
+    collective(_all_gather, grid)(
         x.view(torch.int32), out.view(torch.int32), buffers.addresses, buffers.calls, own, width,
         buffers.rank, buffers.num_ranks, CAPACITY, num_warps=16, **PDL,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def broadcast(buffers: PeerBuffers, numbers: Tensor) -> Tensor:
     """Return the first rank's `numbers`, i32 [T]."""
     out, block = torch.empty_like(numbers), min(next_power_of_2(len(numbers)), CAPACITY)
     grid = (cdiv(len(numbers), block),)
-    _broadcast[grid](
+    collective(_broadcast, grid)(
         numbers,
         out,
         buffers.addresses,
