@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,34 +71,53 @@ def multiply(
     (words, scale, zero), (tile, splits) = weight, planned
     (num_rows, columns), (num_weights, num_blocks, width) = out.shape, words.shape
     is_gated = columns < num_weights
-    rows_of_words = words.flatten(1).unflatten(0, (2, -1, 8) if is_gated else (-1, 2, 8))
     is_staged = splits == 1 and out.dtype != torch.float32
     sums = out if splits == 1 else out.new_empty(splits, num_rows, columns, dtype=torch.float32)
     num_tiles = cdiv(num_rows, tile.rows) * cdiv(num_weights, GROUPS.value * tile.weights) * splits
+    line = num_blocks * width
+    steps = (8 * line, num_weights // 2 * line) if is_gated else (16 * line, 8 * line)
+    arrays = [
+        Array(words, (num_weights // 16, 2, 8, line), (*steps, line, 1), (tile.weights // 16, 2, 8, width)),
+        Array(x, x.shape, x.stride(), (tile.rows, width)),
+        Array(out, out.shape, out.stride(), (tile.rows, TILE.value // (1 + is_gated))) if is_staged else sums,
+    ]
     given = (
-        _descriptor(rows_of_words.transpose(0, 1) if is_gated else rows_of_words, tile.weights // 16, 2, 8, width),
-        _descriptor(x, tile.rows, width), scale, scale if zero is None else zero, scale if bias is None else bias,
-        _descriptor(out, tile.rows, TILE.value // (1 + is_gated)) if is_staged else sums,
+        scale, scale if zero is None else zero, scale if bias is None else bias,
         num_rows, columns, num_blocks, splits, zero is not None, bias is not None, is_gated, is_staged,
         tile.stages * (64 // width), REGISTERS,
     )  # fmt: skip
     # All that a kernel is compiled for. `columns` stands for whether it is a multiple of 16.
     key = tile, splits == 1, columns, num_weights, width, out.dtype, *map(_kind, (scale, zero, bias))
-    _launch(key, min(num_tiles, num_sms()), given)
+    _launch(key, min(num_tiles, num_sms()), arrays, given)
     if splits > 1:
         add_splits(sums, out)
+
+
+class Array(NamedTuple):
+    """An array that the copy engine reads or writes in blocks. A launch reads these attributes of Triton's descriptors,
+    which take longer to make because they check them all.
+    """
+
+    base: Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block_shape: tuple[int, ...]
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False  # read by Triton 3.7
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}  # kernels of Triton
 
 
-def _launch(key: tuple[Any, ...], num_programs: int, given: tuple[Any, ...]) -> None:
+def _launch(key: tuple[Any, ...], num_programs: int, arrays: Sequence[Array | Tensor], given: tuple[Any, ...]) -> None:
     """Launch the kernel. Triton would find it among those that are compiled by the types, the layouts and the alignment
     of what is given, which takes 90 us for descriptors, longer than some products of prompts take.
     """
     if kernel := _compiled.get(key):
-        kernel[num_programs, 1, 1](*given)
-    elif kernel := gemm[(num_programs,)](*given, num_warps=4, maxnreg=MAX_REGISTERS, **PDL):
+        kernel[num_programs, 1, 1](*arrays, *given)
+        return
+    described = [_descriptor(each) if isinstance(each, Array) else each for each in arrays]
+    if kernel := gemm[(num_programs,)](*described, *given, num_warps=4, maxnreg=MAX_REGISTERS, **PDL):
         _compiled[key] = kernel  # None while kernels are only collected (compilation.py)
 
 
@@ -106,10 +125,7 @@ def _kind(tensor: Tensor | None) -> tuple[Any, ...]:
     return () if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
 
 
-def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, list(block), _shared_layout(tensor.dtype, block))
-
-
-@functools.cache
-def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> NVMMASharedLayout:
-    return NVMMASharedLayout(min(block[-1] * dtype.itemsize, 128), 8 * dtype.itemsize, len(block))
+def _descriptor(array: Array) -> TensorDescriptor:
+    bits, line = 8 * array.base.itemsize, array.block_shape[-1] * array.base.itemsize
+    layout = NVMMASharedLayout(min(line, 128), bits, len(array.block_shape))
+    return TensorDescriptor(array.base, list(array.shape), list(array.strides), list(array.block_shape), layout)

@@ -28,7 +28,7 @@ X_STAGES = gl.constexpr(8)  # parts of x in shared memory
 
 @gluon.jit(do_not_specialize=[*STEP_SIZES, "splits"], do_not_specialize_on_alignment=STEP_ARRAYS)
 def gemm(
-    words, x, scale, zero, bias, out, num_rows, columns, num_blocks, splits,
+    words, x, out, scale, zero, bias, num_rows, columns, num_blocks, splits,
     HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, IS_GATED: gl.constexpr, IS_STAGED: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
