@@ -16,8 +16,7 @@ from engine.ops.cuda.launch import PDL, begin_next, cdiv, kernel, new_indices, n
 
 CHUNK, DEPTH = 256, 64  # inputs whose products are added up first, and of them those of a step
 SMALL, LARGE = 64, 1024  # tokens, of which a program has 16, or 32 and one chunk, or 32 and all chunks
-SORTED = 4096  # slots; more are sorted by torch
-QUERIES, COMPARED = 16, 256  # slots of a program that sorts, and those that it compares them with at a time
+COMPARED = 1024  # slots that a program that sorts reads at a time
 NONE_LEFT = tl.constexpr(-(2**31))
 
 
@@ -82,7 +81,8 @@ def are_written(topk_ids: Tensor) -> bool:
 def order_of(topk_ids: Tensor, num_experts: int) -> Order:
     """Return the slots by expert. They are sorted once in a forward pass.
 
-    Slots of experts of other ranks are before `starts[0]` and behind `starts[num_experts]`.
+    Slots of experts of other ranks are left out: those places, before `starts[0]` and behind `starts[num_experts]`, are
+    not written.
     """
     routing = forward_context.current().routing_of(topk_ids)
     if routing.order is None:
@@ -113,14 +113,8 @@ def _sums(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _sorted(ids: Tensor, num_experts: int) -> Order:
-    count = len(ids)
-    if count > SORTED:
-        values, slots = ids.sort(stable=True)
-        experts = torch.arange(num_experts + 1, device=ids.device, dtype=torch.int32)
-        return Order(slots.int(), torch.searchsorted(values, experts, out_int32=True))
-    slots, starts = new_indices(ids, count), new_indices(ids, num_experts + 1)
-    num_programs = cdiv(count + num_experts + 1, QUERIES)
-    _sort[(num_programs,)](ids, slots, starts, count, num_experts, QUERIES, COMPARED, num_warps=4, **PDL)
+    slots, starts = new_indices(ids, len(ids)), new_indices(ids, num_experts + 1)
+    _sort[(num_experts + 1,)](ids, slots, starts, len(ids), num_experts, COMPARED, num_warps=4, **PDL)
     return Order(slots, starts)
 
 
@@ -278,22 +272,24 @@ def _of_best_groups(
 
 
 @kernel
-def _sort(ids, slots, starts, count, num_experts, QUERIES: tl.constexpr, COMPARED: tl.constexpr):
-    """Count, for each slot or expert of this program, the slots that come before it."""
+def _sort(ids, slots, starts, count, num_experts, COMPARED: tl.constexpr):
+    """Store the slots of one expert behind those of the experts before it, in their order."""
     begin_next()
     wait_for_inputs()
-    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    is_slot, expert = query < count, query - count
-    own = tl.load(ids + query, mask=is_slot, other=0)
-    value = tl.where(is_slot, own, expert)
-    place = tl.zeros([QUERIES], tl.int32)
+    expert, i = tl.program_id(0), tl.arange(0, COMPARED)
+    before = tl.zeros([COMPARED], tl.int32)
     for start in range(0, count, COMPARED):
-        other = start + tl.arange(0, COMPARED)
-        others = tl.load(ids + other, mask=other < count, other=2147483647)[None, :]
-        is_equal = (others == value[:, None]) & (other[None, :] < query[:, None]) & is_slot[:, None]
-        place += tl.sum(((others < value[:, None]) | is_equal).to(tl.int32), 1)
-    tl.store(slots + place, query, mask=is_slot)
-    tl.store(starts + expert, place, mask=(expert >= 0) & (expert <= num_experts))
+        slot = start + i
+        before += (tl.load(ids + slot, mask=slot < count, other=num_experts) < expert).to(tl.int32)
+    place = tl.sum(before, 0)
+    tl.store(starts + expert, place)
+    if expert < num_experts:
+        for start in range(0, count, COMPARED):
+            slot = start + i
+            is_own = tl.load(ids + slot, mask=slot < count, other=-1) == expert
+            own = is_own.to(tl.int32)
+            tl.store(slots + place + tl.cumsum(own, 0) - own, slot, mask=is_own)
+            place += tl.sum(own, 0)
 
 
 @kernel
