@@ -2,6 +2,7 @@
 
     python -m benchmarks.replicas --kills 10 --cuts 4
     python -m benchmarks.replicas --kills 0 --cuts 0 --only throughput front_ends identical
+    QUANT_TYPE=weight_only_int4 python -m benchmarks.replicas --only throughput --requests 96 --model CHECKPOINT
 
 As root, each server has a network namespace of its own, with a link of 1 Gbit/s to a bridge. Without namespaces the
 servers share the loopback interface and links are not cut. A server without replicas is the reference for right
@@ -38,7 +39,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.network import Network
-from benchmarks.replica_clients import Choices, Clients, Machine
+from benchmarks.replica_clients import DEMO_MODEL, Choices, Clients, Machine
 from benchmarks.simulate.traffic import chats
 
 NUM_TOKENS = 300
@@ -279,19 +280,21 @@ def main() -> int:
     numbers = {"replicas": 3, "streams": 16, "kills": 10, "cuts": 4, "cases": 16, "requests": 600, "chats": 1500}
     for name, default in {**numbers, "front-end-kills": 6, "tool-kills": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--model", default=str(DEMO_MODEL), help="MODEL_DIR of the servers; default: the demo model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of the report; default: all")
     parser.add_argument("--think-s", type=float, default=1.0, help="longest pause of a client between two requests")
     args = parser.parse_args()
     num_fronts = 2 if "front_ends" in args.only else 0
     started: list[Machine] = []
+    model = {"MODEL_DIR": args.model}
     with (
         tempfile.TemporaryDirectory(prefix="replicas-") as folder,
         Network(args.replicas + 1 + num_fronts) as network,
     ):
-        *machines, single = [Machine(Path(folder), network, i) for i in range(args.replicas + 1)]
+        *machines, single = [Machine(Path(folder), network, i, **model) for i in range(args.replicas + 1)]
         replicas = {"REPLICAS": ",".join(f"{each.ip}:{each.ports['SERVICE_GRPC_PORT']}" for each in machines)}
-        front_end = {**replicas, "SPLITWISE_ROLE": "scheduler"}
+        front_end = {**model, **replicas, "SPLITWISE_ROLE": "scheduler"}
         fronts = [Machine(Path(folder), network, args.replicas + 1 + i, **front_end) for i in range(num_fronts)]
 
         def start(*servers: Machine) -> None:
@@ -311,7 +314,7 @@ def main() -> int:
                 stop()
             for each in machines:
                 each.env |= replicas
-            start(*machines, single, *fronts)
+            start(*machines, *[single] * (args.only != ["throughput"]), *fronts)
             report = asyncio.run(measure(machines, fronts, single, network, args))
         finally:
             stop()

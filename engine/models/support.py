@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 RUN, NOT_RUN, REFUSED = "yes", "not run", "no"
-ON_ONE_GPU = (RUN, RUN, RUN, NOT_RUN)
 DEVICES = ("CPU", "CPU, several ranks", "GPU", "several GPUs")
 
 
@@ -47,15 +46,15 @@ FAMILIES = (
     FamilySupport("llama", "Llama 1, 2, 3.x, and models of the same network"),
     FamilySupport("mistral", "Mistral 7B, Nemo, Small; of `mistral3` checkpoints the language model"),
     FamilySupport("ministral", "Ministral 8B"),
-    FamilySupport("ministral3", "Ministral 3, up to 16,384 tokens", ON_ONE_GPU),
+    FamilySupport("ministral3", "Ministral 3, up to 16,384 tokens"),
     FamilySupport("qwen2", "Qwen2, Qwen2.5; with or without a sliding window"),
     FamilySupport("qwen3", "Qwen3, dense models"),
     FamilySupport("ernie4_5", "ERNIE 4.5, dense models (0.3B)"),
     FamilySupport("exaone4", "EXAONE 4"),
-    FamilySupport("gemma", "Gemma 1", ON_ONE_GPU),
+    FamilySupport("gemma", "Gemma 1"),
     FamilySupport("gemma2", "Gemma 2"),
     FamilySupport("gemma3_text", "Gemma 3; of `gemma3` checkpoints the language model"),
-    FamilySupport("glm", "GLM-4 (2024), GLM-Edge", ON_ONE_GPU),
+    FamilySupport("glm", "GLM-4 (2024), GLM-Edge"),
     FamilySupport("glm4", "GLM-4 (0414)"),
     FamilySupport("granite", "Granite 3, dense models"),
     FamilySupport("hunyuan_v1_dense", "HunYuan V1, dense models"),
@@ -123,7 +122,6 @@ PRECISIONS = (
         "4-bit float (MXFP4) for experts, `DTYPE` for the rest (CPUs: bfloat16)",
         "QUANT_TYPE=mxfp4",
         ("quant_type", "mxfp4"),
-        (RUN, RUN, RUN, NOT_RUN),
     ),
     PrecisionSupport("8-bit KV cache", "USE_CACHE_KV_INT8=1", ("int8_cache", True)),
 )
