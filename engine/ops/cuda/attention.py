@@ -157,7 +157,8 @@ def _attend_all(
     parts = (num_tiles, num_heads) if division is not None else (num_tokens, num_heads, splits)
     is_whole = splits == 1 and division is None
     partial = out if is_whole else query.new_empty(*parts, head_dim + 2, dtype=torch.float32)
-    grid = num_tiles, num_kv_heads, splits
+    # Programs without a piece come last: between others, they would leave some multiprocessors more of these.
+    grid = (num_tiles, num_kv_heads, splits) if division is None else (1, num_kv_heads, num_tiles)
     _attend[grid](
         query, kv_cache, *where, query if division is None else division, out, partial, num_requests,
         block_tables.shape[1], *scoring.numbers(query), query if cos_sin is None else cos_sin, *norm,
@@ -223,7 +224,7 @@ def _attend(
     begin_next()
     wait_for_inputs()
     if IS_DIVIDED:
-        piece = tl.load(division + 1 + tl.program_id(0))
+        piece = tl.load(division + 1 + tl.program_id(2))
         request, split, begin, count = piece & 0xFFFF, piece >> 16, 0, tl.where(piece < 0, 0, 1)
         first = request
     else:
@@ -279,7 +280,7 @@ def _attend(
             tl.store(out + at[:, None] + d[None, :], sums / total[:, None], mask=is_in)
         else:
             width: tl.constexpr = HEAD_DIM + 2
-            part = row + (tl.program_id(0) - first) * NUM_KV_HEADS * GROUP if IS_DIVIDED else row * SPLITS + split
+            part = row + (tl.program_id(2) - first) * NUM_KV_HEADS * GROUP if IS_DIVIDED else row * SPLITS + split
             to = partial + part * width
             tl.store(to[:, None] + d[None, :], sums, mask=is_in)
             tl.store(to + HEAD_DIM, m, mask=is_row)
