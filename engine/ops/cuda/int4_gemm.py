@@ -77,9 +77,9 @@ def multiply(
     line = num_blocks * width
     steps = (8 * line, num_weights // 2 * line) if is_gated else (16 * line, 8 * line)
     arrays = [
-        Array(words, (num_weights // 16, 2, 8, line), (*steps, line, 1), (tile.weights // 16, 2, 8, width)),
-        Array(x, x.shape, x.stride(), (tile.rows, width)),
-        Array(out, out.shape, out.stride(), (tile.rows, TILE.value // (1 + is_gated))) if is_staged else sums,
+        TmaArray(words, (num_weights // 16, 2, 8, line), (*steps, line, 1), (tile.weights // 16, 2, 8, width)),
+        TmaArray(x, x.shape, x.stride(), (tile.rows, width)),
+        TmaArray(out, out.shape, out.stride(), (tile.rows, TILE.value // (1 + is_gated))) if is_staged else sums,
     ]
     given = (
         scale, scale if zero is None else zero, scale if bias is None else bias,
@@ -93,8 +93,8 @@ def multiply(
         add_splits(sums, out)
 
 
-class Array(NamedTuple):
-    """An array that the copy engine reads or writes in blocks. A launch reads these attributes of Triton's descriptors,
+class TmaArray(NamedTuple):
+    """An array that the copy engine (TMA) reads or writes in blocks. A launch reads these attributes of Triton's descriptors,
     which take longer to make because they check them all.
     """
 
@@ -109,14 +109,16 @@ class Array(NamedTuple):
 _compiled: dict[tuple[Any, ...], Any] = {}  # kernels of Triton
 
 
-def _launch(key: tuple[Any, ...], num_programs: int, arrays: Sequence[Array | Tensor], given: tuple[Any, ...]) -> None:
+def _launch(
+    key: tuple[Any, ...], num_programs: int, arrays: Sequence[TmaArray | Tensor], given: tuple[Any, ...]
+) -> None:
     """Launch the kernel. Triton would find it among those that are compiled by the types, the layouts and the alignment
     of what is given, which takes 90 us for descriptors, longer than some products of prompts take.
     """
     if kernel := _compiled.get(key):
         kernel[num_programs, 1, 1](*arrays, *given)
         return
-    described = [_descriptor(each) if isinstance(each, Array) else each for each in arrays]
+    described = [_descriptor(each) if isinstance(each, TmaArray) else each for each in arrays]
     if kernel := gemm[(num_programs,)](*described, *given, num_warps=4, maxnreg=MAX_REGISTERS, **PDL):
         _compiled[key] = kernel  # None while kernels are only collected (compilation.py)
 
@@ -125,7 +127,7 @@ def _kind(tensor: Tensor | None) -> tuple[Any, ...]:
     return () if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
 
 
-def _descriptor(array: Array) -> TensorDescriptor:
+def _descriptor(array: TmaArray) -> TensorDescriptor:
     bits, line = 8 * array.base.itemsize, array.block_shape[-1] * array.base.itemsize
     layout = NVMMASharedLayout(min(line, 128), bits, len(array.block_shape))
     return TensorDescriptor(array.base, list(array.shape), list(array.strides), list(array.block_shape), layout)
