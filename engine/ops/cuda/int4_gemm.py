@@ -94,8 +94,8 @@ def multiply(
 
 
 class TmaArray(NamedTuple):
-    """An array that the copy engine (TMA) reads or writes in blocks. A launch reads these attributes of Triton's descriptors,
-    which take longer to make because they check them all.
+    """An array that the copy engine (TMA) reads or writes in blocks. A launch reads these attributes of Triton's
+    descriptors, which take longer to make because they check them all.
     """
 
     base: Tensor
