@@ -312,7 +312,7 @@ SEEDS: dict[str, int] = {
     "dots1": 4,
     "qwen3_5_moe": 1,
     "qwen3_5_moe_text": 0,
-    "qwen3_next": 0,
+    "qwen3_next": 3,
     "paddleocr_vl": 0,
     "qwen2_5_vl": 1,
     "qwen3_vl": 2,
