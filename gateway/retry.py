@@ -14,7 +14,9 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+from msgspec import structs
 
 from engine.errors import EngineUnavailable
 from engine.settings.served import ServedModel
@@ -59,8 +61,7 @@ class RetryingBackend:
                 async with contextlib.aclosing(self._backend.generate(asked, timeout_s)) as answers:
                     async for answer in answers:
                         policy.was_answered()
-                        received_tokens.add(answer)
-                        yield answer
+                        yield received_tokens.add(answer)
                 return
             except EngineUnavailable as error:
                 await policy.wait(error, received_tokens)
@@ -167,34 +168,32 @@ class RetryPolicy:
                 return
 
 
-class ResponseTokens(Protocol):
-    """Fields of a response that a retry needs."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def infer_seed(self) -> int | None: ...
-
-
 class ReceivedTokens:
     """Tokens that have been received of the answers to one request."""
 
     def __init__(self) -> None:
         self._ids: defaultdict[int, list[int]] = defaultdict(list)  # received tokens by index of the answer
+        self._num_cached: dict[int, int] = {}  # cached tokens of the prompt by index of the answer, if known
         self._seed: int | None = None  # seed of the first answer
 
     def __bool__(self) -> bool:
         return any(self._ids.values())
 
-    def add(self, answer: ResponseTokens) -> None:
-        """Record the tokens of one response."""
+    def add(self, answer: Delta) -> Delta:
+        """Record the tokens of one response and return it.
+
+        A model that continues an answer does not know how much of the prompt was cached when it began; the returned
+        response has the number that was received then.
+        """
         self._ids[answer.index] += answer.token_ids
         if answer.index == 0:
             self._seed = answer.infer_seed
+        usage = answer.usage
+        if usage.cached_tokens is not None:
+            self._num_cached.setdefault(answer.index, usage.cached_tokens)
+        elif (num_cached := self._num_cached.get(answer.index)) is not None:
+            return structs.replace(answer, usage=usage._replace(cached_tokens=num_cached))
+        return answer
 
     def rest(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the request for the tokens that are missing, in the wire's fields.

@@ -44,7 +44,7 @@ async def retrying_responses(
                             raise ModelUnreachable("the model ended before it started the request")
                         if isinstance(answer, wire.Delta) and (answer.token_ids or answer.is_end):
                             policy.was_answered()
-                            received_tokens.add(answer)
+                            answer = received_tokens.add(answer)
                         is_over |= answer.is_end
                         message.infer_response.raw_output_contents[0] = _encoded(answer, request)
                         response = message.SerializeToString()

@@ -57,8 +57,7 @@ class ReplicatedBackend:
             try:
                 async with contextlib.aclosing(answers):
                     async for answer in answers:
-                        request.was_answered(answer)
-                        yield answer
+                        yield request.was_answered(answer)
                 return
             except (EngineUnavailable, Overloaded) as error:
                 request.was_refused(error, replica)
@@ -165,11 +164,11 @@ class _Placement:
         replica.num_inexact += self._begun not in (None, self._chosen)
         return replica
 
-    def was_answered(self, answer: Delta) -> None:
-        """Record an answer."""
+    def was_answered(self, answer: Delta) -> Delta:
+        """Record an answer and return it (`ReceivedTokens.add`)."""
         self._begun = self._chosen
         self._num_losses = 0
-        self._received.add(answer)
+        return self._received.add(answer)
 
     def was_refused(self, error: EngineUnavailable | Overloaded, replica: Replica) -> None:
         """Prepare the request for the next replica. Raise `error` if the request itself may be the cause."""

@@ -139,7 +139,8 @@ class FakeBackend:
             texts.append(text)
             if body.get("logprobs", -1) >= 0:
                 fields["logprobs"] = (a_logprob(text),)
-        return fields | {"usage": Usage(5, len(texts), cached_tokens=4)}
+        # As the model, it does not know what was cached when another process began the answer.
+        return fields | {"usage": Usage(5, len(texts), None if body.get("resume_from") else 4)}
 
     def _end(self, body: dict[str, Any], texts: list[str]) -> dict[str, Any]:
         whole = {"tokens_all_ids": list(range(len(texts))), "tokens_all": "".join(texts)}

@@ -12,6 +12,7 @@ from tritonclient.grpc import service_pb2
 
 from engine import wire
 from engine.errors import InvalidRequest
+from engine.wire.triton import LENGTH_BYTES
 from gateway import retry
 from gateway.body_memory import LARGE_BYTES
 from gateway.grpc_server import stream as stream_module
@@ -163,7 +164,7 @@ def test_a_request_outlives_tritonserver_and_goes_on_after_what_has_come(tmp_pat
     async def scenario():
         triton = FakeTriton()
         triton.scripts = [
-            [a_line("a", [7, 8], 0), grpc.StatusCode.UNAVAILABLE],
+            [a_line("a", [7, 8], 0, num_cached=4), grpc.StatusCode.UNAVAILABLE],
             ["", grpc.StatusCode.INTERNAL],
             [a_line("b", [9], 2, is_last=True)],
         ]
@@ -171,6 +172,8 @@ def test_a_request_outlives_tritonserver_and_goes_on_after_what_has_come(tmp_pat
             asked = a_request("x", req_id='"token_ids": [1]', temperature=1)
             responses = [each async for each in stub.ModelStreamInfer(iter([asked]))]
         assert list(map(text_of, responses)) == ["a", "", "b"]
+        [last] = json.loads(responses[-1].infer_response.raw_output_contents[0][LENGTH_BYTES:])
+        assert last["usage"]["cached_tokens"] == 4  # the first process has told that
         known = {"resume_from": [2], "answer_ids": [[7, 8]], "infer_seed": 5}
         assert [body_of(each) for each in triton.requests] == [
             body_of(asked),
@@ -192,9 +195,9 @@ def test_after_the_last_line_nothing_is_asked_again(tmp_path):
     run(scenario())
 
 
-def a_line(text, token_ids, send_idx, is_last=False):
+def a_line(text, token_ids, send_idx, is_last=False, num_cached=None):
     delta_fields = {"req_id": "r", "token": text, "token_ids": token_ids, "send_idx": send_idx, "infer_seed": 5}
-    delta_fields["usage"] = wire.Usage()
+    delta_fields["usage"] = wire.Usage(cached_tokens=num_cached)
     last = {"finish_reason": "stop", "tokens_all": "", "tokens_all_ids": [1, 2]}
     return wire.write_answer(wire.Final(**delta_fields, **last) if is_last else wire.Delta(**delta_fields))
 

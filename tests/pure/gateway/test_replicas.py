@@ -228,6 +228,7 @@ def test_an_answer_continues_at_the_next_replica_with_its_tokens_and_its_seed():
         busy(replicas, 1)
         answers = await answer_of(replicas)
         assert text_of(answers) == "abcd" and isinstance(answers[-1], Final)
+        assert {each.usage.cached_tokens for each in answers} == {4}  # as the first replica has found them
         [first], [rest] = replicas.local.backend.bodies, replicas.fakes[0].backend.bodies
         assert first == with_seed(ASK)
         assert rest == {**first, "resume_from": [2], "answer_ids": [[0, 1]]}

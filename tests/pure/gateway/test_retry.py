@@ -58,6 +58,20 @@ def test_openais_stream_goes_on_too():
     assert "infer_seed" not in backend.bodies[1]  # the client's own is there
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_cached_tokens_of_the_prompt_are_known_after_the_model_server_died(stream):
+    backend = a_backend(("a", LOST), ("b",), ("a", LOST), ("b",))
+    with running(backend) as gateway, openai_client(gateway) as client:
+        if stream:
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            *_, answer = client.chat.completions.create(**A_CHAT, **options)
+        else:
+            answer = client.chat.completions.create(**A_CHAT)
+        native = gateway.post(CHAT, {"text": "Hi", "return_usage": True})
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    assert native["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 4}
+
+
 def test_a_client_that_goes_on_itself_is_asked_for_with_what_is_known_here():
     backend = a_backend(("c", LOST), ("d",), ("c", LOST), ("d",))
     backend.sent_texts = {"r": ["a", "b"], "s": ["a", "b"]}
