@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from engine import wire
 from engine.core.types import Logprobs, PromptOutputs
+from engine.errors import InvalidRequest
 from engine.serving.completion_output import CompletionOutput
 from engine.serving.input_processor import Prompt
 from engine.text.tokenizer import Tokenizer
@@ -64,8 +65,12 @@ class Choice:
 
     def next_delta(self, seconds: float, times: dict[str, str] | None, is_end: bool) -> wire.Delta:
         """Return the tokens and text that were not sent yet, `seconds` after the request was accepted. A finished
-        choice returns a Final, with the whole answer."""
+        choice returns a Final, with the whole answer. Raises InvalidRequest if it has fewer tokens than the client
+        claims to have."""
         answer = self.answer
+        if answer.finish_reason and self.num_sent > answer.num_visible:
+            text = "The `{field}` is {value}, the answer ended after {limit} tokens"
+            raise InvalidRequest(text, field="resume_from", value=self.num_sent, limit=answer.num_visible)
         unsent = slice(self.num_sent, answer.num_visible)
         # Whole tokens, so that what a client has follows from their number. The rest comes with the last of them.
         text_end = answer.text_len(answer.num_visible) if self.is_open else len(answer.text)

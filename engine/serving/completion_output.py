@@ -40,7 +40,10 @@ class CompletionOutput:
         return sum(known) / max(len(known), 1)
 
     def text_len(self, num_tokens: int) -> int:
-        """Return the number of characters of the first `num_tokens` tokens, as far as they are visible."""
+        """Return the number of characters of the first `num_tokens` tokens, as far as they are visible. Those of all
+        tokens of a finished answer include an incomplete character at its end."""
+        if self.finish_reason and num_tokens >= self.num_visible:
+            return len(self.text)
         return self.ends[min(num_tokens, len(self.ends)) - 1] if num_tokens and self.ends else 0
 
     def push(self, tokens: Sequence[tuple[int, Logprobs | None]], finish_reason: str | None) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from engine import wire
 from engine.core.types import Logprobs, PromptOutputs
-from engine.errors import Cancelled, RequestError, TimedOut, as_request_error
+from engine.errors import Cancelled, InvalidRequest, RequestError, TimedOut, as_request_error
 from engine.link.journal import Submission
 from engine.serving.choice import Choice, RequestState
 from engine.serving.completion_output import select_best
@@ -227,6 +227,8 @@ class Reply:
             try:
                 for choice, pending, finish_reason in arrivals:
                     self._respond(choice, pending, finish_reason, latency)
+            except InvalidRequest as refusal:
+                error = refusal
             except Exception as failure:  # a broken stream, or a bug
                 log.exception("%s: a response could not be sent", self.engine_id)
                 error = as_request_error(failure)

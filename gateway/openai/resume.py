@@ -70,6 +70,7 @@ def parse_resumed(body: dict[str, Any], is_chat: bool, context: RequestContext) 
         text = "`{field}` of a prompt of token ids with `logprobs` cannot be resumed, as its text is not sent again"
         raise InvalidRequest(text, field="echo")
     completion.requests[0]["resume_from"] = list(num_tokens)
+    completion = replace(completion, names={**completion.names, "resume_from": LAST_EVENT_ID})
     return ResumableExchange(completion, num_tokens=num_tokens)
 
 

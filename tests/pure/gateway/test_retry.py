@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from engine.errors import EngineUnavailable
+from engine.errors import EngineUnavailable, InvalidRequest
 from engine.wire import Delta, Final, ModelState
 from gateway import retry
 from gateway.backend import ModelLost, ModelUnreachable
@@ -248,6 +248,15 @@ def test_an_id_that_is_none_is_refused_by_name(headers, fields, text):
         status, _, payload = gateway.send("POST", CHAT, {**A_CHAT, **fields}, headers)
     assert status == 400
     assert text in json.loads(payload)["error"]["message"]
+
+
+def test_an_id_beyond_the_end_of_the_answer_is_refused_by_the_name_of_the_header():
+    beyond = InvalidRequest("`{field}` is {value}, {limit}", field="resume_from", value=9, limit=3)
+    with running(FakeBackend(beyond)) as gateway:
+        headers = {"Last-Event-ID": "9", "X-Request-Id": "q"}
+        status, _, payload = gateway.send("POST", CHAT, {**A_CHAT, "stream": True}, headers)
+    error = json.loads(payload)["error"]
+    assert (status, error["param"], error["message"]) == (400, "Last-Event-ID", "`Last-Event-ID` is 9, 3")
 
 
 def test_only_one_prompt_can_be_gone_on_with():

@@ -187,6 +187,25 @@ def test_what_is_known_may_be_the_whole_answer(service):
     assert num_generated(service) == 0
 
 
+def test_a_client_that_has_the_whole_answer_gets_no_character_twice(service):
+    known = {"max_dec_len": 2, "answer_ids": [ord("A"), 0xC3]}  # it ends inside a character
+    assert text_of(ask(service, "b", resume_from=1, **known)) == "\N{REPLACEMENT CHARACTER}"
+    again = ask(service, "b", resume_from=2, **known)
+    assert (again.final["tokens_all"], text_of(again)) == ("A\N{REPLACEMENT CHARACTER}", "")
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_more_tokens_than_the_answer_has_are_refused_with_its_length(service, is_kept, caplog):
+    if is_kept:
+        assert ask(service).final["tokens_all_ids"] == EXPECTED
+    error = ask(service, resume_from=ANSWER_LEN + 1).final
+    assert (error["error_code"], error["error_type"]) == (400, "invalid_request")
+    assert error["error_msg"] == "The `resume_from` is 61, the answer ended after 60 tokens"
+    assert not caplog.records  # it is no error of the server
+    again = ask(service, resume_from=ANSWER_LEN)  # it is still kept
+    assert (again.final["tokens_all_ids"], token_ids_of(again)) == (EXPECTED, [])
+
+
 def test_an_answer_that_is_not_known_and_would_be_another_is_refused(service):
     error = ask(service, "b", resume_from=1, infer_seed=None, temperature=1).final
     assert (error["error_code"], error["error_type"]) == (404, "unknown_answer")
