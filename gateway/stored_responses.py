@@ -1,4 +1,6 @@
-"""Endpoints of stored responses: retrieve, cancel, delete, run in the background, and continue a previous one."""
+"""Endpoints of stored responses: retrieve, list the input items, cancel, delete, run in the background, and continue a
+previous one.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from gateway.endpoint import Endpoint
 from gateway.http_responses import CONTEXT, REQUEST_TIMEOUT, json_response
 from gateway.request_id import UniqueIdBackend
 from gateway.responses import PATH, PREVIOUS
+from gateway.responses.input_items import page_of
 
 
 async def retrieve_response(request: web.Request) -> web.StreamResponse:
@@ -46,6 +49,13 @@ async def _complete(stored: wire.StoredResponse) -> http_responses.Answers:
         yield 0, stored.answer
     if stored.status in (wire.FAILED, wire.CANCELLED):
         raise stored.error or Cancelled("the response was cancelled")
+
+
+async def list_input_items(request: web.Request) -> web.Response:
+    """Return a page of the input items of a stored response."""
+    request[CONTEXT].protocols = [RESPONSES]
+    stored = await _ask(request, _question(_response_id(request), wire.RETRIEVE))
+    return json_response(page_of(RESPONSES.input_items(stored), request.query))
 
 
 async def cancel_response(request: web.Request) -> web.Response:
@@ -113,5 +123,6 @@ RESPONSE_PATH = f"{PATH}/{{response_id}}"
 ENDPOINTS: Sequence[Endpoint] = (  # without samples, because the form of a response depends on its state
     Endpoint(RESPONSE_PATH, retrieve_response),
     Endpoint(RESPONSE_PATH, delete_response, "DELETE"),
+    Endpoint(f"{RESPONSE_PATH}/input_items", list_input_items),
     Endpoint(f"{RESPONSE_PATH}/cancel", cancel_response, "POST"),
 )

@@ -18,6 +18,7 @@ from gateway.openai.unsupported_fields import UNSUPPORTED_IN_BLOCKS, check_spell
 from gateway.protocol import RequestContext
 from gateway.responses.answer import ResponseIdentity, ResponsesExchange
 from gateway.responses.fields import REFUSED, fields
+from gateway.responses.input_items import input_items
 from gateway.responses.request import CLIENT_NAMES, NAMES, add_items, exchange_of, instructions_of, parse, tools_of
 
 PATH, PREVIOUS = "/v1/responses", "previous_response_id"
@@ -60,6 +61,11 @@ class ResponsesProtocol(OpenAIProtocol):
         exchange = self._exchange(stored, context)
         exchange.resume(body, starting_after)
         return exchange
+
+    def input_items(self, stored: StoredResponse) -> list[dict[str, Any]]:
+        """Return the input items of a stored response: the conversation that it answers, without its instructions."""
+        about, messages = stored.request_parts()
+        return input_items(messages[len(instructions_of(about["body"])) :], about["ids"])
 
     def _exchange(self, stored: StoredResponse, context: RequestContext) -> ResponsesExchange:
         """Return the exchange of the request that created a stored response."""

@@ -62,7 +62,7 @@ def test_a_stored_response_is_retrieved_as_it_was_sent_until_it_is_deleted(clien
         client.responses.retrieve(not_stored.id)
 
 
-def test_a_conversation_goes_on_with_a_previous_response(client):
+def test_a_conversation_goes_on_with_a_previous_response(client, server):
     first = client.responses.create(
         model="demo", input="What is the capital of France?", instructions="Be brief.", store=True, temperature=0
     )
@@ -76,6 +76,10 @@ def test_a_conversation_goes_on_with_a_previous_response(client):
     by_hand = client.responses.create(**{**asked, "input": history})
     assert (second.output_text, second.usage.input_tokens) == (by_hand.output_text, by_hand.usage.input_tokens)
     assert second.previous_response_id == first.id
+    items = client.responses.input_items.list(second.id, order="asc", limit=2)
+    assert [item.content[0].text for item in items] == [each["content"] for each in history]
+    with client_of(server, "bob") as bob, pytest.raises(openai.NotFoundError):
+        bob.responses.input_items.list(second.id)
     client.responses.delete(first.id)  # the second has the conversation
     third = client.responses.create(model="demo", input="Thank you.", previous_response_id=second.id)
     assert third.usage.input_tokens > second.usage.input_tokens

@@ -299,6 +299,57 @@ def test_only_a_response_that_is_complete_can_be_gone_on_with(status):
     assert (code, answer["error"]["param"]) == (400, "previous_response_id")
 
 
+def test_the_input_of_a_stored_response_is_listed_as_items():
+    image = {"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "low"}
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'}
+    conversation = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}, image]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi", "annotations": []}]},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"role": "user", "content": "Thanks"},
+    ]
+    backend = FakeBackend("a")
+    with running(backend, tool_call_parser="hermes") as gateway, openai_client(gateway) as client:
+        client.responses.create(model="m", input=conversation, instructions="Be kind.", store=True, tools=[WEATHER])
+        backend.stored = [a_stored_response(backend, "completed")] * 20
+        items = list(client.responses.input_items.list("resp_1", order="asc"))
+        hello, thought, hi, called, result, thanks = items
+        assert [part.type for part in hello.content] == ["input_text", "input_image"]
+        assert (hello.role, hello.content[0].text, hello.content[1].image_url) == ("user", "Hello", image["image_url"])
+        assert (thought.content[0].text, hi.role, hi.content[0].text) == ("Hm", "assistant", "Hi")
+        assert call.items() <= called.model_dump().items()
+        assert (result.call_id, result.output, thanks.content[0].text) == ("c1", "sunny", "Thanks")
+        assert len({item.id for item in items}) == 6
+        assert list(client.responses.input_items.list("resp_1")) == items[::-1]
+        paged = client.responses.input_items.list("resp_1", order="asc", limit=4)
+        assert (paged.data, paged.has_more, paged.first_id, paged.last_id) == (items[:4], True, hello.id, called.id)
+        assert [*paged] == items  # the client asks for the page after it
+        last = client.responses.input_items.list("resp_1", limit=4, after=hello.id)
+        assert (last.data, last.has_more, last.first_id) == ([], False, None)
+
+
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [
+        ("limit=0", '`limit` is "0", it must be a number from 1 to 100'),
+        ("limit=many", '`limit` is "many", it must be a number from 1 to 100'),
+        ("order=up", '`order` is "up", it must be one of [asc, desc]'),
+        ("after=msg_1", '`after` is "msg_1", which is no id of an input item of this response'),
+    ],
+)
+def test_a_page_of_input_items_that_does_not_exist_is_refused_by_name(query, text):
+    backend = FakeBackend("a")
+    with running(backend) as gateway:
+        gateway.post(PATH, {**ASKED, "store": True})
+        backend.stored = [a_stored_response(backend, "completed")]
+        status, _, payload = gateway.send("GET", f"{PATH}/resp_1/input_items?{query}")
+        error = json.loads(payload)["error"]
+        assert (status, error["message"], error["param"]) == (400, text, query.partition("=")[0])
+        assert gateway.send("GET", f"{PATH}/resp_1/input_items")[0] == 404  # it is not stored any more
+
+
 def test_a_client_of_the_native_protocol_cannot_store_anything():
     backend = FakeBackend("a")
     with running(backend) as gateway:
