@@ -16,14 +16,25 @@ class Capacity:
     max_model_len: int | None = setting(
         None,
         "MAX_MODEL_LEN",
-        "prompt and answer together, in tokens; unset: the length that the model was made for or exported with",
+        "prompt and answer together, in tokens, also as 32k (32,000) or 32K (32,768); unset, auto or -1: the length"
+        " that the model was made for or exported with",
         minimum=16,
+        has_units=True,
+        automatic=("auto", "-1"),
     )
     max_seq_len: int | None = setting(
-        None, "MAX_SEQ_LEN", "longest prompt, in tokens; unset: MAX_MODEL_LEN if set, else 8192", minimum=1
+        None,
+        "MAX_SEQ_LEN",
+        "longest prompt, in tokens; unset: MAX_MODEL_LEN if set, else 8192",
+        minimum=1,
+        has_units=True,
     )
     max_dec_len: int | None = setting(
-        None, "MAX_DEC_LEN", "longest answer, in tokens; unset: MAX_MODEL_LEN if set, else 1024", minimum=1
+        None,
+        "MAX_DEC_LEN",
+        "longest answer, in tokens; unset: MAX_MODEL_LEN if set, else 1024",
+        minimum=1,
+        has_units=True,
     )
     batch_size: int = setting(50, "BATCH_SIZE", "requests in one step at most", minimum=1, maximum=1024)
     block_bs: float | None = setting(
@@ -86,6 +97,7 @@ class Capacity:
         "tokens of one step, or twice BATCH_SIZE if more; longer prompts are prefilled in chunks beside decodes;"
         " unset: 256 on the CPU, 8192 on a GPU",
         minimum=1,
+        has_units=True,
     )
     max_num_partial_prefills: int | None = setting(
         None,

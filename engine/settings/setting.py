@@ -8,11 +8,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
 
+# Suffixes of numbers, as at vLLM: thousands in small letters, and multiples of 1024 in capital ones
+UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")  # in Markdown; `doc` is a part of docs/settings.md
 
 
@@ -29,6 +32,8 @@ class Setting:
     other: str = ""  # what else may be chosen ends so
     synonyms: Mapping[str, str] = field(default_factory=dict)  # what others call a choice
     refused: Mapping[str, str] = field(default_factory=dict)  # why a value that others have is not a choice here
+    has_units: bool = False  # a whole number that may end in one of UNITS
+    automatic: tuple[str, ...] = ()  # texts that mean the same as an unset variable
     may_be_empty: bool = False  # elsewhere an empty text is like an unset variable
     internal: bool = False  # set by start_server for the processes it starts; no operator's business
 
@@ -59,6 +64,8 @@ def parse(name: str, text: str, kind: str, setting: Setting) -> Any:
     text and what was expected.
     """
     text = setting.synonyms.get(text, text)
+    if text in setting.automatic:
+        return None
     is_other = bool(setting.other) and text.endswith(setting.other)
     if text in setting.refused:
         raise ConfigError(f"{name} is {text!r}: {setting.refused[text]}")
@@ -70,19 +77,38 @@ def parse(name: str, text: str, kind: str, setting: Setting) -> Any:
         if text.lower() not in ("0", "1", "true", "false"):
             raise ConfigError(f"{name} is {text!r}, it must be 0 or 1")
         return text.lower() in ("1", "true")
-    try:
-        value = int(text) if kind.startswith("int") else float(text)
-    except ValueError:
-        raise ConfigError(
-            f"{name} is {text!r}, it must be a {'whole ' if kind.startswith('int') else ''}number"
-        ) from None
-    if not math.isfinite(value):
-        raise ConfigError(f"{name} is {text!r}, it must be a finite number")
+    value = _number(name, text, kind.startswith("int"), setting)
     low, high = setting.minimum, setting.maximum
     if (low is not None and value < low) or (high is not None and value > high):
         meaning = LINK.sub(r"\1", setting.doc)
         raise ConfigError(f"{name} is {text}, it must be {_range(low, high)} ({meaning})")
     return value
+
+
+def _number(name: str, text: str, is_whole: bool, setting: Setting) -> float:
+    try:
+        value: float = float(text) if not is_whole else with_unit(text) if setting.has_units else int(text)
+    except ValueError:
+        expected = "a whole number" if is_whole else "a number"
+        if setting.has_units:
+            expected += " such as 32768, 32k (32000) or 32K (32768)"
+        raise ConfigError(f"{name} is {text!r}, it must be {' or '.join((expected, *setting.automatic[:1]))}") from None
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is {text!r}, it must be a finite number")
+    return value
+
+
+def with_unit(text: str) -> int:
+    """Read a whole number that may end in one of UNITS: `32k`, `25.6k`, `32K`. Raises ValueError."""
+    number, unit = text.strip()[:-1], UNITS.get(text.strip()[-1:])
+    if unit is None:
+        return int(text)
+    if not re.fullmatch(r"\d+(\.\d+)?", number, re.ASCII):
+        raise ValueError(text)
+    product = Fraction(number) * unit
+    if product.denominator != 1:
+        raise ValueError(text)
+    return int(product)
 
 
 def _range(low: float | None, high: float | None) -> str:

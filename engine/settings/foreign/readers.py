@@ -9,8 +9,8 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.settings.foreign.row import OptionMeaning
+from engine.settings.setting import with_unit
 
-UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
 DEFAULT_BATCH_SIZE = 50
 METHODS = {"ngram": "ngram", "ngram_match": "ngram", "suffix": "suffix", "draft_model": "draft", "draft": "draft"}
 MTP_FAMILIES = ("deepseek", "ernie", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5")  # vLLM's NAME_mtp
@@ -108,8 +108,7 @@ def _sizes(name: str, key: str, value: Any) -> str:
 
 
 def _whole(name: str, text: str) -> int:
-    """Read a whole number, which may end in k, m, g (thousands) or K, M, G (of 1024)."""
-    found = re.fullmatch(r"(\d+)([kmgKMG]?)", text.strip())
-    if not found:
-        raise ConfigError(f"{name} is {text!r}, it must be a whole number")
-    return int(found[1]) * UNITS.get(found[2], 1)
+    try:
+        return with_unit(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, it must be a whole number") from None

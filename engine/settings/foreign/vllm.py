@@ -54,7 +54,8 @@ ROWS: tuple[OptionRow, ...] = (
         "--max-model-len",
         "MAX_MODEL_LEN",
         *ALL,
-        remark="the model's length by default; MAX_SEQ_LEN and MAX_DEC_LEN limit prompt and answer one by one",
+        remark="also `8k`, `8K` or `auto`, which is the model's length whether or not it fits in memory;"
+        " MAX_SEQ_LEN and MAX_DEC_LEN limit prompt and answer one by one",
     ),
     sets("--max-num-seqs", "BATCH_SIZE", *ALL),
     sets("--max-num-batched-tokens", "MAX_NUM_BATCHED_TOKENS", *ALL, remark="256 on the CPU, 8192 on a GPU by default"),

@@ -101,6 +101,7 @@ def test_an_option_without_effect_is_accepted_with_a_note():
         ("--uvicorn-log-level info --quantize fp8", {"LOG_LEVEL": "INFO", "QUANT_TYPE": "weight_only_fp8"}),
         ("--use-warmup 1 --enable_prefix_caching=false", {"USE_WARMUP": "1", "ENABLE_PREFIX_CACHING": "0"}),
         ("--max-waiting-time -1", {"QUEUE_TIMEOUT": "0"}),
+        ("--max-model-len -1 --max-num-batched-tokens 8K", {"MAX_MODEL_LEN": "-1", "MAX_NUM_BATCHED_TOKENS": "8K"}),
         ("--max-concurrency 512", {"MAX_CACHED_TASK_NUM": "462"}),
         ("--max-concurrency 128 --max-num-seqs 128", {"BATCH_SIZE": "128", "MAX_CACHED_TASK_NUM": "1"}),
         ("--max-concurrency 1k --max-num-seqs 100", {"BATCH_SIZE": "100", "MAX_CACHED_TASK_NUM": "900"}),

@@ -206,6 +206,25 @@ def test_the_length_of_the_model_is_that_of_prompt_and_answer_where_these_are_no
         Config(max_model_len=4097).model_len(4096)
 
 
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [("8k", 8000), ("8K", 8192), ("1M", 2**20), ("25.6k", 25600), ("0.5K", 512), ("auto", None), ("-1", None)],
+)
+def test_a_length_may_be_written_as_at_vllm(text, length):
+    assert Config.from_env({"MAX_MODEL_LEN": text}).max_model_len == length
+    assert Config().changed(max_model_len=text).max_model_len == length
+
+
+@pytest.mark.parametrize("text", ["8x", "k", "1.5", "1.0001k", "-8k", "8 k", "1e3k", "nank", "long", "٣k"])
+def test_a_length_that_is_no_number_is_refused_with_examples(text):
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env({"MAX_MODEL_LEN": text})
+    expected = "it must be a whole number such as 32768, 32k (32000) or 32K (32768) or auto"
+    assert str(caught.value) == f"MAX_MODEL_LEN is {text!r}, {expected}"
+    with pytest.raises(ConfigError, match="^BATCH_SIZE is '1k', it must be a whole number$"):
+        Config.from_env({"BATCH_SIZE": "1k"})
+
+
 def test_the_limits_of_partial_prefills_go_together():
     assert Config(max_seq_len=10000).long_prefill_tokens == 400
     assert Config(max_seq_len=10000, long_prefill_token_threshold=7).long_prefill_tokens == 7
