@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -23,15 +24,21 @@ PAIR = ("query", "document")  # roles in the templates of rerankers
 class ChatTemplate:
     """Chat template of a model: sandboxed Jinja, with the functions that published templates expect.
 
-    `sources` contains the templates by name: `tool_use` is used if the chat has tools, else `default`.
+    `sources` contains the templates by name: `tool_use` is used if the chat has tools, else `default`. `path` is their
+    file, for errors. Raises TokenizerError.
     """
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Json):
+    def __init__(self, sources: Mapping[str, str], special_tokens: Json, path: Path | None = None):
         environment = _environment()
-        try:
-            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
-        except jinja2.TemplateSyntaxError as error:
-            raise TokenizerError(f"the chat template is wrong in line {error.lineno}: {error}") from error
+        self._templates = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except jinja2.TemplateSyntaxError as error:
+                which = "" if name == "default" else f" {name!r}"
+                where = f" in {path}" if path else ""
+                text = f"the chat template{which}{where} is wrong in its line {error.lineno}: {error}"
+                raise TokenizerError(text) from error
         self._special_tokens = dict(special_tokens)
         self.writes_pairs = all(re.search(f"['\"]{role}['\"]", sources.get("default", "")) for role in PAIR)
 

@@ -17,7 +17,14 @@ from engine.errors import ChatTemplateError, InvalidRequest, TokenizerError
 from engine.text.chat_template import ChatTemplate
 from engine.text.detokenizer import Detokenizer, TokenBytes
 from engine.text.sentencepiece import SentencePiece, model_file
-from engine.text.tokenizer_files import added_tokens, chat_templates, eos_ids, read_json, special_tokens
+from engine.text.tokenizer_files import (
+    added_tokens,
+    chat_template_file,
+    chat_templates,
+    eos_ids,
+    read_json,
+    special_tokens,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +41,7 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         special_tokens: Json | None = None,
-        chat_templates: Mapping[str, str] | None = None,
+        chat_template: ChatTemplate | None = None,
         generation_config: Json | None = None,
     ):
         """Take `special_tokens` as in special_tokens_map.json and `generation_config` with eos_token_id."""
@@ -43,7 +50,7 @@ class Tokenizer:
         backend.no_truncation()
         special_tokens = special_tokens or {}
         generation_config = generation_config or {}
-        self._template = ChatTemplate(chat_templates, special_tokens) if chat_templates else None
+        self._template = chat_template
         eos = special_tokens.get("eos_token")
         own = None if eos is None else backend.token_to_id(eos)
         self.eos_token_ids = tuple(dict.fromkeys(([] if own is None else [own]) + eos_ids(generation_config)))
@@ -138,7 +145,9 @@ def _load(directory: Path) -> Tokenizer:
     _add_missing_tokens(backend, config, special)
     _honour_flags(backend, config, special)
     ids = read_json(directory / "config.json") | read_json(directory / "generation_config.json")
-    return Tokenizer(backend, special, chat_templates(directory, config), ids)
+    sources = chat_templates(directory, config)
+    template = ChatTemplate(sources, special, chat_template_file(directory)) if sources else None
+    return Tokenizer(backend, special, template, ids)
 
 
 def _made(path: Path, make: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:

@@ -15,6 +15,7 @@ from engine.models import config_fields
 
 Json = Mapping[str, Any]
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TEMPLATE_FILE = "chat_template.jinja"
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of added tokens
 
 
@@ -54,11 +55,17 @@ def _fields(token_id: int, token: Any) -> dict[str, Any]:
     return known
 
 
+def chat_template_file(directory: Path) -> Path:
+    """Return the path of the file that has the chat templates, if there are any."""
+    path = directory / TEMPLATE_FILE
+    return path if path.is_file() else directory / "tokenizer_config.json"
+
+
 def chat_templates(directory: Path, config: Json) -> dict[str, str]:
-    """Return the chat templates by name. Separate files take precedence over tokenizer_config.json."""
-    path = directory / "chat_template.jinja"
+    """Return the chat templates by name. A separate file takes precedence over tokenizer_config.json."""
+    path = chat_template_file(directory)
     try:
-        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template", "")
+        source = path.read_text(encoding="utf-8") if path.name == TEMPLATE_FILE else config.get("chat_template", "")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8: {error}") from None
     match source:

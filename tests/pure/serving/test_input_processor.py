@@ -18,6 +18,7 @@ from engine.serving.grammar_builder import GrammarBuilder
 from engine.serving.input_processor import InputProcessor
 from engine.serving.length_limits import LengthLimits
 from engine.settings.config import Config
+from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from tests.byte_tokenizer import EOS_ID, write_tokenizer
@@ -97,7 +98,8 @@ def test_token_ids_win_over_text_and_text_over_messages(processor, tokenizer):
 def test_a_template_that_writes_the_beginning_of_the_text_gets_no_second_one():
     backend = a_byte_level_backend()
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = Tokenizer(backend, SPECIAL, {"default": "{{ bos_token }}{{ messages[0].content }}"})
+    template = ChatTemplate({"default": "{{ bos_token }}{{ messages[0].content }}"}, SPECIAL)
+    tokenizer = Tokenizer(backend, SPECIAL, template)
     processor = an_input_processor(tokenizer, 500)
     chat, plain = (processor.process(a_request(text="hi", apply_chat_template=on)).token_ids for on in (True, False))
     assert chat == plain == tokenizer.encode("hi")
@@ -128,7 +130,7 @@ def test_an_answer_goes_on_with_the_last_message_when_that_is_wished(processor, 
 
 
 def test_a_prompt_without_tokens_is_refused(tokenizer, processor):
-    silent = Tokenizer(tokenizer._backend, {}, {"default": "{# nothing #}"})
+    silent = Tokenizer(tokenizer._backend, {}, ChatTemplate({"default": "{# nothing #}"}, {}))
     assert str(refusal(replace(processor, tokenizer=silent), text="hi")) == "The prompt has no tokens"
 
 

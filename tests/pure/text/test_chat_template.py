@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
 from tests.pure.text.test_tokenizer import SPECIAL, a_byte_level_backend, a_model_dir
 
@@ -25,7 +26,8 @@ TEMPLATE = """\
 
 def a_chat_tokenizer(source, special_tokens=None):
     sources = {"default": source} if isinstance(source, str) else source
-    return Tokenizer(a_byte_level_backend(), special_tokens or SPECIAL, sources)
+    special = special_tokens or SPECIAL
+    return Tokenizer(a_byte_level_backend(), special, ChatTemplate(sources, special))
 
 
 def user(text):

@@ -269,6 +269,20 @@ def test_a_chat_template_that_is_no_utf_8_is_named(tmp_path):
         Tokenizer.load(tmp_path)
 
 
+def test_a_wrong_chat_template_is_named_with_its_file_and_line(tmp_path):
+    wrong = "{{ bos_token }}\n{% for %}"
+    directory = a_model_dir(tmp_path, tokenizer_config={"chat_template": {"default": "", "tool_use": wrong}})
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer.load(directory)
+    place = f"the chat template 'tool_use' in {directory / 'tokenizer_config.json'} is wrong in its line 2: "
+    assert str(caught.value).startswith(place)
+    (directory / "chat_template.jinja").write_text(wrong)
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer.load(directory)
+    place = f"the chat template in {directory / 'chat_template.jinja'} is wrong in its line 2: "
+    assert str(caught.value).startswith(place)
+
+
 def test_eos_ids_are_the_tokenizers_and_the_generation_configs(tmp_path):
     directory = a_model_dir(
         tmp_path,
