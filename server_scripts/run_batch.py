@@ -32,6 +32,7 @@ from engine.address import connect_host, in_url
 from engine.errors import ConfigError
 from engine.settings.config import Config
 from server_scripts.completion import add_completion
+from server_scripts.connection_errors import reason_of
 from server_scripts.tls_client import client_context
 
 AT_ONCE = 128  # open requests; more than the server runs at once, so that the next ones wait there
@@ -179,7 +180,8 @@ async def _ask_all(
         async with session.get(server / "health"):
             pass
     except aiohttp.ClientError as error:
-        raise BatchError(f"there is no server to ask: {error}") from None
+        more = "" if given.url else "; start_server starts one, --url names another"
+        raise BatchError(f"no server can be asked at {server}: {reason_of(error)}{more}") from None
     to_ask = (request for _, request in _requests(given.input) if request["custom_id"] not in done)
 
     async def ask_some() -> None:
@@ -218,7 +220,7 @@ async def _ask(session: aiohttp.ClientSession, server: URL, request: Json, progr
                 why = f"the server answers {response.status}"
                 pause = float(response.headers.get("Retry-After", PAUSE_S))
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
-            why = str(error) or type(error).__name__
+            why = reason_of(error)
         if time.monotonic() - progress.last_answer > GONE_AFTER_S:
             raise BatchError(f"no answer for {GONE_AFTER_S:g} s: {why}; run the same command again to continue")
         await asyncio.sleep(pause)

@@ -214,7 +214,8 @@ def test_a_server_that_is_no_address_is_named_before_anything_is_asked(files, re
 def test_what_keeps_it_from_working_is_said(files):
     files.write(a_request("a"))
     status, said = files.run("http://127.0.0.1:1")
-    assert (status, "there is no server to ask" in said) == (1, True)
+    expected = "run_batch: no server can be asked at http://127.0.0.1:1: connection refused\n"
+    assert (status, said.splitlines(keepends=True)[-1]) == (1, expected)
     with running(FakeBackend("a"), api_key="secret") as gateway:
         status, said = files.run(gateway.url, API_KEY="wrong")
         assert (status, "rejects the API key" in said, files.answers()) == (2, True, {})
