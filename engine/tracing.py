@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from engine import __version__
 from engine.settings.config import Config
+from engine.settings.served import names_in
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Tracer:
     """Sends spans from a thread of its own."""
 
     def __init__(self, config: Config, process: str):
-        self.model_name = config.served_model_name or "default"
+        self.model_name = names_in(config.served_model_name)[0]
         self._url = config.otlp_endpoint.rstrip("/") + "/v1/traces"
         self._headers = config.otlp_header_fields
         about = {"service.name": config.otlp_service_name, "service.version": __version__, "process.pid": os.getpid()}

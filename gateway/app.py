@@ -45,6 +45,7 @@ from gateway.app_keys import (
     num_labels,
     served_config,
     served_name,
+    served_names,
 )
 from gateway.backend import Backend
 from gateway.body import parse_body, read_payload
@@ -162,6 +163,8 @@ def _parse(body: dict[str, Any], context: RequestContext) -> Exchange:
         body["request_id"] = context.given_id
     if protocol in WITH_MODEL_DEFAULTS:
         add_sampling_defaults(body, context.config)
+    if body.get("model") in context.other_names:
+        body["model"] = context.model_name
     exchange = protocol.parse(body, context)
     take_answer_id(context, exchange)
     if protocol not in WITH_NATIVE_FIELDS:
@@ -205,6 +208,7 @@ async def log_request(request: web.Request, handler: Handler) -> web.StreamRespo
     context = request[CONTEXT] = RequestContext(
         request.path, served_name(request.app), protocols, headers, config=served_config(request.app)
     )
+    context.other_names = served_names(request.app)[1:]
     context.request_id = request_id_of(context)
     running = request.app[RUNNING]
     running.append(request)

@@ -51,6 +51,11 @@ def served_name(app: web.Application) -> str:
     return app[SERVED].name(app[CONFIG].served_model_name)
 
 
+def served_names(app: web.Application) -> list[str]:
+    """Return all names of the served model; `served_name` is the first."""
+    return app[SERVED].names(app[CONFIG].served_model_name)
+
+
 def served_config(app: web.Application) -> Config:
     """Return the settings, with the folder of the model that is served now, which a reload changes."""
     graph_dir = app[SERVED].now().graph_dir

@@ -13,7 +13,7 @@ from engine.errors import InvalidRequest
 from engine.settings.served import OWN_NAME
 from gateway.anthropic.fields import fields as message_fields
 from gateway.anthropic.request import tokenize_body_of
-from gateway.app_keys import ANTHROPIC, BACKEND, BODY_MEMORY, CONFIG, NATIVE, OPENAI, RESPONSES, served_name
+from gateway.app_keys import ANTHROPIC, BACKEND, BODY_MEMORY, CONFIG, NATIVE, OPENAI, RESPONSES, served_names
 from gateway.body import parse_body, read_payload
 from gateway.body_memory import BodyMemoryReservation
 from gateway.endpoint import Endpoint
@@ -89,7 +89,7 @@ async def _change_loras(request: web.Request, kind: str) -> web.Response:
     """Load or unload an adapter and answer in vLLM's words."""
     async with _body(request, MAX_LORA_BYTES) as body:
         name = wire.check_fields(body, wire.LORA_FIELDS[kind]).get("lora_name")
-        if name in (served_name(request.app), OWN_NAME):
+        if name in (*served_names(request.app), OWN_NAME):
             raise InvalidRequest("The `{field}` {value} is the model's own", field="lora_name", value=wire.shown(name))
         await request.app[BACKEND].change_loras({kind: body}, request[CONTEXT].owner)
     done = "added" if kind == wire.LOAD_LORA else "removed"

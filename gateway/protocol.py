@@ -50,9 +50,10 @@ class RequestContext:
     """State of one HTTP request, for its protocol, for errors and for the log."""
 
     path: str
-    model_name: str  # name of the served model
+    model_name: str  # name of the served model, which answers have
     protocols: Sequence[ClientProtocol]  # candidates; exactly one as soon as the body is read
     headers: Mapping[str, str] = field(default_factory=dict)  # request headers
+    other_names: Sequence[str] = ()  # further names of the served model in requests
     req_id: str | None = None  # the request's id for errors, as soon as its protocol has read it
     request_id: str = ""  # for the response's header and the log
     given_id: str = ""  # id of the answer that the client chose in its header

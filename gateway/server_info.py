@@ -13,7 +13,7 @@ from engine.errors import UnknownModel, literally
 from engine.settings.served import OWN_NAME
 from engine.wire import ModelState, shown
 from gateway import metrics
-from gateway.app_keys import BACKEND, CONFIG, DOCUMENT, OPENAI, READY, served_name
+from gateway.app_keys import BACKEND, CONFIG, DOCUMENT, OPENAI, READY, served_name, served_names
 from gateway.endpoint import Endpoint
 from gateway.health import as_response
 from gateway.http_responses import CONTEXT, REQUEST_TIMEOUT, json_response
@@ -90,14 +90,15 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 async def _models(app: web.Application) -> list[dict[str, Any]]:
-    """Return the model and its adapters.
+    """Return the model by each of its names, and its adapters.
 
     Adapters are queried now, so that one just loaded is listed; the rest is as old as the cached readiness.
     """
     loras = await app[BACKEND].lora_names(app[REQUEST_TIMEOUT]) if app[CONFIG].has_loras else ()
-    name, state = served_name(app), (await app[READY]()).state
-    model = _model_fields(name, state)
-    return [model, *({**model, "id": lora, "root": lora, "parent": name} for lora in loras)]
+    names, state = served_names(app), (await app[READY]()).state
+    model = _model_fields(names[0], state)
+    others = [{**model, "id": name} for name in names[1:]]
+    return [model, *others, *({**model, "id": lora, "root": lora, "parent": names[0]} for lora in loras)]
 
 
 def _model_fields(name: str, state: ModelState | None) -> dict[str, Any]:

@@ -33,6 +33,7 @@ BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 # Options that may have several values, as in vLLM and SGLang: the form of a value, and what separates them in a setting
 SEVERAL = {
     **dict.fromkeys(("--lora-modules", "--lora-paths"), (re.compile(r"[^-{\[][^=]*=.*"), " ")),
+    "--served-model-name": (re.compile(r"[^-].*"), ","),  # if the model itself is named before
     **dict.fromkeys(("--cudagraph-capture-sizes", "--cuda-graph-sizes", "--cuda-graph-bs"), (re.compile(r"\d+"), ",")),
 }
 FOREIGN = "foreign"  # destination of other servers' options
@@ -142,7 +143,7 @@ class OptionParser(argparse.ArgumentParser):
                 result.append(name + sign + value)
                 continue
             name = table.dashed(name)
-            if name in SEVERAL:
+            if name in SEVERAL and (name != "--served-model-name" or _names_model(arguments)):
                 (pattern, separator), values = SEVERAL[name], [value] if sign else []
                 while rest and pattern.fullmatch(rest[0]):
                     values.append(rest.pop(0))
@@ -172,6 +173,12 @@ class OptionParser(argparse.ArgumentParser):
         }
         best = max(scores, key=lambda option: scores[option])
         return best if scores[best] >= IS_CLOSE else None
+
+
+def _names_model(arguments: Sequence[str]) -> bool:
+    """Return whether the model is the first argument or has an option, so that no later argument names it."""
+    options = {argument.partition("=")[0] for argument in arguments}
+    return not arguments[0].startswith("-") or not options.isdisjoint(("--model", "--model-path"))
 
 
 def _synonyms(env: str) -> list[str]:

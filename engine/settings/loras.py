@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.settings.model import Model
-from engine.settings.served import OWN_NAME
+from engine.settings.served import OWN_NAME, names_in
 from engine.settings.setting import expanded, setting
 
 MAX_NAME_LEN = 256
@@ -44,7 +44,7 @@ class LoraSettings(Model):
     def check_loras(self) -> None:
         if len(self.lora_paths) > self.max_loras:
             raise ConfigError(f"LORA_MODULES has {len(self.lora_paths)} adapters, MAX_LORAS is {self.max_loras}")
-        for name in self.lora_paths.keys() & {OWN_NAME, self.served_model_name}:
+        for name in self.lora_paths.keys() & {OWN_NAME, *names_in(self.served_model_name)}:
             raise ConfigError(f"LORA_MODULES has {name!r}, which is the model's own name")
 
 

@@ -23,7 +23,10 @@ class Model:
     )
     model_name: str = setting("", "model_name", "model to fetch at start (the argument of `start_server`)")
     served_model_name: str = setting(
-        "", "SERVED_MODEL_NAME", "name in `/v1/models`; empty: the model name, else the directory's"
+        "",
+        "SERVED_MODEL_NAME",
+        "name in `/v1/models`, or several with commas between them, of which answers have the first; empty: the model"
+        " name, else the directory's",
     )
     graph_dir: str = setting("", "GRAPH_DIR", "exported model that is served; empty: MODEL_DIR is one", internal=True)
     export_cache_dir: str = setting(

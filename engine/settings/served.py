@@ -14,7 +14,7 @@ OWN_NAME = "default"  # of the model on every server, beside its name
 @dataclass(frozen=True)
 class Served:
     id: str = ""  # never two models have the same; empty: the one of the start
-    name: str = ""  # for /v1/models; empty: as the settings say
+    name: str = ""  # names for /v1/models, as SERVED_MODEL_NAME has them; empty: as the settings say
     is_changing: bool = False  # new requests wait, so that the open ones can end
     graph_dir: str = ""  # its folder, whose chat template requests are read by; empty: as the settings say
 
@@ -40,6 +40,15 @@ class ServedModel:
             self._served, self._version = Served(), None
         return self._served
 
+    def names(self, of_settings: str) -> list[str]:
+        """Return the names in /v1/models, of which answers have the first; `of_settings` is SERVED_MODEL_NAME."""
+        return names_in(self.now().name or of_settings)
+
     def name(self, of_settings: str) -> str:
-        """Return the name in /v1/models; `of_settings` is SERVED_MODEL_NAME."""
-        return self.now().name or of_settings or OWN_NAME
+        """Return the first name."""
+        return self.names(of_settings)[0]
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names in a value of SERVED_MODEL_NAME, at least one."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip())) or [OWN_NAME]

@@ -41,7 +41,13 @@ ROWS: tuple[OptionRow, ...] = (
         aliases=("--model-path",),
         remark="a folder or a name; or the argument of `start_server`",
     ),
-    sets("--served-model-name", "SERVED_MODEL_NAME", *ALL, SGLANG, remark="one name; requests may have any other"),
+    sets(
+        "--served-model-name",
+        "SERVED_MODEL_NAME",
+        *ALL,
+        SGLANG,
+        remark="also `name other-name` after the model, or `name,other-name`; requests may have any other",
+    ),
     sets("--tensor-parallel-size", "MP_NUM", *ALL, SGLANG, aliases=("-tp",)),
     sets(
         "--data-parallel-size",

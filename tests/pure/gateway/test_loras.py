@@ -74,6 +74,23 @@ def test_models_are_the_servers_own_and_its_adapters_with_their_parent():
     assert status == 404 and "the served models are `base`, `one`, `a/b`" in body.decode()
 
 
+def test_all_names_of_the_model_are_listed_and_requested_and_the_first_one_answers():
+    names = {"lora_modules": "one=/adapters/one", "served_model_name": "base, org/other,base"}
+    backend = FakeBackend("Bonjour", state=ModelState(ready=True, loras=["one"]))
+    with running(backend, **names) as gateway, openai_client(gateway) as client:
+        reported = {each.id: (each.root, each.parent) for each in client.models.list()}
+        assert reported == {"base": ("base", None), "org/other": ("base", None), "one": ("one", "base")}
+        assert client.models.retrieve("org/other").id == "org/other"
+        for name in ("base", "org/other", "default"):
+            answer = client.chat.completions.create(model=name, messages=MESSAGES)
+            assert answer.model == ("default" if name == "default" else "base")
+            assert "lora_name" not in backend.bodies.pop()
+        assert client.chat.completions.create(model="one", messages=MESSAGES).model == "one"
+        assert backend.bodies.pop()["lora_name"] == "one"
+        status, answer = gateway.refused("/v1/load_lora_adapter", {"lora_name": "org/other", "lora_path": "x"})
+        assert (status, answer["error"]["message"]) == (400, 'The `lora_name` "org/other" is the model\'s own')
+
+
 def test_a_list_of_models_waits_for_a_model_server_that_has_died_rather_than_to_lack_its_adapters(monkeypatch):
     monkeypatch.setattr(retry, "CHECK_EVERY_S", 0.01)
     back, gone = ModelState(ready=True, loras=["one"]), ModelUnreachable("model server unreachable")

@@ -188,6 +188,7 @@ def test_modules_are_vllms(text, names):
         ({"LORA_MODULES": "[{"}, "LORA_MODULES is no JSON"),
         ({"LORA_MODULES": "[" * 100_000}, "LORA_MODULES is no JSON: maximum recursion depth exceeded"),
         ({"LORA_MODULES": "a=/x b=/y", "MAX_LORAS": "1"}, "LORA_MODULES has 2 adapters, MAX_LORAS is 1"),
+        ({"LORA_MODULES": "m=/x", "SERVED_MODEL_NAME": "a,m"}, "LORA_MODULES has 'm', which is the model's own name"),
         ({"LORA_MODULES": "m=/x", "SERVED_MODEL_NAME": "m"}, "LORA_MODULES has 'm', which is the model's own name"),
     ],
 )
