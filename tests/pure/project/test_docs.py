@@ -64,14 +64,28 @@ def tree():
     return re.search(r"```tree\n(.*?)```", text_of("README.md"), re.S)[1]
 
 
-def test_every_path_in_the_tree_exists():
-    missing, folders = [], []
+def described_paths():
+    """Yield each path of the tree with its description."""
+    folders = []
     for line in tree().splitlines():
-        depth, name = len(line) - len(line.lstrip()), line.split()[0]
-        folders[depth // 2 :] = [name]
-        if not (ROOT / "/".join(folders)).exists():
-            missing.append("/".join(folders))
+        name, _, description = line.strip().partition(" ")
+        folders[(len(line) - len(line.lstrip())) // 2 :] = [name]
+        yield ROOT / "/".join(folders), description
+
+
+def test_every_path_in_the_tree_exists():
+    missing = []
+    for path, description in described_paths():
+        named = re.findall(r"[\w./]+(?:/|\.py|\.pbtxt)(?![\w/])", description) if path.is_dir() else []
+        missing += [each for each in (path, *(path / name for name in named)) if not each.exists()]
     assert missing == []
+
+
+def test_every_package_of_the_engine_and_of_its_executors_is_in_the_tree():
+    paths = {path.name + "/" for path, _ in described_paths()} | set(re.findall(r"\w+/", tree()))
+    for folder in ("engine", "engine/executors"):
+        packages = {path.parent.name + "/" for path in (ROOT / folder).glob("*/__init__.py")}
+        assert packages <= paths
 
 
 def test_every_tracked_top_level_entry_is_in_the_tree():
