@@ -14,6 +14,7 @@ from aiohttp import web
 
 from engine import wire
 from engine.errors import InvalidRequest
+from gateway.app_keys import CONFIG
 from gateway.backend import timeout
 from gateway.body_memory import BodyMemoryReservation
 
@@ -28,7 +29,7 @@ async def read_payload(request: web.Request, limit: int, reservation: BodyMemory
     HTTPRequestEntityTooLarge, HTTPRequestTimeout, Overloaded, or InvalidRequest for a wrong Content-Encoding.
     """
     if (length := request.content_length or 0) > limit:
-        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=length)
+        raise _too_large(request, limit)
     reservation.reserve(length)
     payload = bytearray()
     try:
@@ -36,11 +37,13 @@ async def read_payload(request: web.Request, limit: int, reservation: BodyMemory
             async for piece in request.content.iter_any():
                 payload += piece
                 if len(payload) > limit:
-                    raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(payload))
+                    raise _too_large(request, limit)
                 reservation.reserve(len(payload))
     except asyncio.TimeoutError:
         raise web.HTTPRequestTimeout(text=f"the request body was not complete within {BODY_TIMEOUT_S:g} s") from None
     unpacked = _unpacked(bytes(payload), request.headers.get("Content-Encoding", "identity"), limit)
+    if unpacked is None:
+        raise _too_large(request, limit)
     reservation.reserve(len(unpacked))
     return unpacked
 
@@ -60,8 +63,14 @@ def parse_body(payload: bytes) -> dict[str, Any]:
     return wire.check_keys(body)
 
 
-def _unpacked(payload: bytes, encoding: str, limit: int) -> bytes:
-    """Return the decompressed body.
+def _too_large(request: web.Request, limit: int) -> web.HTTPRequestEntityTooLarge:
+    name = " (MAX_BODY_BYTES)" if limit == request.app[CONFIG].max_body_bytes else ""
+    text = f"the request body is larger than the limit of {limit} bytes{name}"
+    return web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=limit + 1, text=text)
+
+
+def _unpacked(payload: bytes, encoding: str, limit: int) -> bytes | None:
+    """Return the decompressed body, or None if it is larger than `limit`.
 
     Decompression stops at `limit` bytes: aiohttp's own would expand a few megabytes to gigabytes and block the event
     loop.
@@ -85,7 +94,7 @@ def _unpacked(payload: bytes, encoding: str, limit: int) -> bytes:
         except zlib.error:
             raise InvalidRequest(f"the request is not valid {encoding}") from None
         if len(unpacked) > limit:
-            raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(unpacked))
+            return None
         at += len(piece) - len(unpacker.unused_data)
     if not unpacker.eof:
         raise InvalidRequest(f"the request is not valid {encoding}, its end is missing")

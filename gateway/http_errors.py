@@ -9,7 +9,6 @@ from aiohttp import web
 from engine.errors import InvalidRequest, RequestError
 from engine.settings.foreign.endpoints import instead_of
 from gateway import http_responses
-from gateway.app_keys import CONFIG
 
 MAX_PATH_LEN, IS_CLOSE = 100, 0.75  # limits of the search for a similar path: its length, and the similarity
 
@@ -17,9 +16,8 @@ MAX_PATH_LEN, IS_CLOSE = 100, 0.75  # limits of the search for a similar path: i
 def http_refusal(error: web.HTTPException, request: web.Request) -> web.Response:
     """Return the error response for `error`, with a hint such as the allowed method or a similar path."""
     if error.status == 405:
-        message = f"this path does not take {request.method}, it takes {error.headers['Allow']}"
-    elif error.status == 413:
-        message = f"the request body is larger than the limit of {request.app[CONFIG].max_body_bytes} bytes"
+        allowed = error.headers["Allow"].replace(",", ", ")
+        message = f"this path does not take {request.method}, it takes {allowed}"
     elif request.match_info.route.resource is None:
         message = _no_such_path(request)
     else:

@@ -138,6 +138,16 @@ def test_a_huge_body_without_an_honest_length_is_refused_too(gateway, encoding):
         assert connection.getresponse().status == 413
 
 
+def test_the_limit_of_a_body_is_that_of_its_path(gateway):
+    for path, limit in ((CHAT, r"\d+ bytes \(MAX_BODY_BYTES\)"), ("/v1/abort", "8192 bytes")):
+        status, _, payload = gateway.send("POST", path, b" " * 10**6)
+        message = json.loads(payload)["error_msg"]
+        assert (status, bool(re.fullmatch(f"the request body is larger than the limit of {limit}", message))) == (
+            413,
+            True,
+        )
+
+
 def test_what_unpacks_to_gigabytes_is_not_unpacked():
     packer = zlib.compressobj(wbits=31)
     begin = packer.compress(b"") + packer.flush(zlib.Z_FULL_FLUSH)
@@ -197,7 +207,7 @@ def test_a_body_that_is_packed_wrongly_is_a_clear_400_and_no_trouble_of_ours(gat
     [
         ("GET", CHAT, 405, "does not take GET, it takes POST"),
         ("DELETE", COMPLETIONS, 405, "does not take DELETE, it takes POST"),
-        ("POST", "/v1/models", 405, "it takes GET,HEAD"),
+        ("POST", "/v1/models", 405, "it takes GET, HEAD"),
         ("GET", "/nowhere", 404, "no such path"),
         ("POST", "/v1/chat/completions/", 404, "no such path, did you mean /v1/chat/completions?"),
         ("POST", "/chat/completions", 404, "no such path, did you mean /v1/chat/completions?"),
