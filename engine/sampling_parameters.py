@@ -77,7 +77,7 @@ class SamplingParameters:
         0,
         MAX_INT,
         "choose from the likeliest k tokens; 0 or -1: from all",
-        needs="must be an integer, -1 or 0 for all tokens",
+        needs="must be an integer of at least -1, where -1 and 0 stand for all tokens",
         off=-1,
         is_clipped=True,
         is_captured=True,

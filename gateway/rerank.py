@@ -216,7 +216,7 @@ def _texts(name: str, body: Mapping[str, Any]) -> list[str]:
         text = "`{field}` must be a text or a list of texts, it is {value}"
         raise InvalidRequest(text, field=name, value=wire.shown(given))
     refuse_more(name, len(texts), MAX_TEXTS)
-    return [check_text(name, each) for each in texts]
+    return [wire.within(name, f"[{index}]", check_text, each) for index, each in enumerate(texts)]
 
 
 def _paired(ones: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:

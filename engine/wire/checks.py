@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.sampling_parameters import Parameter
-from engine.wire.images import IMAGE, UNSUPPORTED, checked_part, path_of
+from engine.wire.images import IMAGE, UNSUPPORTED, ImagePartError, checked_part, path_of
 from engine.wire.schema import ID, IDS, MESSAGE, Check, accepts
 
 MAX_STOP_SEQUENCES = 64  # and bad words
@@ -280,8 +280,9 @@ def _part(key: str, place: str, part: Any) -> dict[str, Any]:
     if kind == IMAGE:
         try:
             return checked_part(part, place)
-        except ValueError as error:
-            raise InvalidRequest(f"The `{{field}}{path_of(part, place)}` {error}", field=key) from None
+        except ImagePartError as error:
+            text = f"The `{{field}}{path_of(part, place)}` {error.problem}"
+            raise InvalidRequest(text, field=key, value=brief(error.value)) from None
     if kind in UNSUPPORTED:
         text = f"The `{{field}}{place}` is of type {{value}}, which is not supported: parts are of type text or {IMAGE}"
         raise InvalidRequest(text, field=key, value=kind)

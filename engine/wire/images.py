@@ -36,18 +36,27 @@ def image_part(url: Any, path: str, detail: Any = None) -> Json:
     return {"type": IMAGE, IMAGE: given, PATH: path}
 
 
+class ImagePartError(ValueError):
+    """An image part is wrong. `problem` says what must be different and has {value} for the wrong `value`."""
+
+    def __init__(self, problem: str, value: Any):
+        super().__init__(problem)
+        self.problem, self.value = problem, value
+
+
 def checked_part(part: Mapping[str, Any], place: str) -> Json:
-    """Return the image part in its only form, with its path. Raises ValueError, which says what must be different."""
+    """Return the image part in its only form, with its path. Raises ImagePartError."""
     given = part.get(IMAGE)
     image: Mapping[str, Any] = {"url": given} if isinstance(given, str) else given if isinstance(given, dict) else {}
     url, detail = image.get("url"), image.get("detail")
     detail = "auto" if detail is None else detail
     if not isinstance(url, str) or not SCHEMES.match(url):
-        raise ValueError("must be an image as a URL: data:image/png;base64,... or https://...")
+        problem = "must be an image as a URL: data:image/png;base64,... or https://..., it is {value}"
+        raise ImagePartError(problem, given if url is None else url)
     if not url.isascii():
-        raise ValueError("must be a URL of ASCII characters")
+        raise ImagePartError("must be a URL of ASCII characters, it is {value}", url)
     if detail not in DETAILS:
-        raise ValueError("must have a `detail` of auto, low or high")
+        raise ImagePartError("must have a `detail` of auto, low or high, it is {value}", detail)
     return {"type": IMAGE, IMAGE: {"url": url, "detail": detail}, PATH: path_of(part, place)}
 
 

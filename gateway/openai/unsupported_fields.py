@@ -75,6 +75,9 @@ OTHER_API_NAMES = {
 
 def refuse(body: dict[str, Any], is_chat: bool) -> None:
     """Raise InvalidRequest for an unsupported field of a chat or a completion. `body` contains no nulls."""
+    name, path = ("prompt", "/v1/completions") if is_chat else ("messages", "/v1/chat/completions")
+    if isinstance(body.get(name), str | list) and body[name]:
+        raise InvalidRequest(f"`{{field}}` is a field of requests to {path}, not of this path", field=name)
     refuse_any(body, {**REFUSED, **dict.fromkeys(UNSUPPORTED_IN_CHATS if is_chat else UNSUPPORTED_IN_COMPLETIONS, ())})
     if inner := REFUSED_METADATA & set(labels if isinstance(labels := body.get("metadata"), dict) else ()):
         text = "`{field}` has {value}, which acts beside it only, as a field of the request"

@@ -19,7 +19,7 @@ from gateway.protocol import RequestContext
 from gateway.responses.answer import ResponseIdentity, ResponsesExchange
 from gateway.responses.fields import REFUSED, fields
 from gateway.responses.input_items import input_items
-from gateway.responses.request import CLIENT_NAMES, NAMES, add_items, exchange_of, instructions_of, parse, tools_of
+from gateway.responses.request import ERROR_NAMES, NAMES, add_items, exchange_of, instructions_of, parse, tools_of
 
 PATH, PREVIOUS = "/v1/responses", "previous_response_id"
 
@@ -29,7 +29,7 @@ class ResponsesProtocol(OpenAIProtocol):
 
     name = "responses"
     paths: Collection[str] = (PATH,)
-    names = CLIENT_NAMES
+    names = ERROR_NAMES
 
     def fields(self, path: str) -> dict[str, Any]:
         return fields()

@@ -27,6 +27,8 @@ CLIENT_NAMES = {  # of the chat's fields, those with another name here
     **{"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"},
     **{"response_format": "text", "reasoning_effort": "reasoning"},
 }
+# The same in errors, which name the part of the field
+ERROR_NAMES = CLIENT_NAMES | {"response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 NAMES = {**{native: CLIENT_NAMES.get(name, name) for native, name in NAMES_OF_CHAT.items()}, **CLIENT_NAMES}
 NAMES |= {"system": "instructions", "output_config": "text", "thinking": "reasoning"}
 
@@ -69,7 +71,7 @@ def exchange_of(
         chat["response_format"] = _text_format(text_format)
     if effort := reasoning.get("effort"):
         chat["reasoning_effort"] = effort
-    return ResponsesExchange(parse_chat(chat, True, model_name, syntax), CLIENT_NAMES, body, identity)
+    return ResponsesExchange(parse_chat(chat, True, model_name, syntax), ERROR_NAMES, body, identity)
 
 
 def chat_of(body: Json, before: Sequence[Json] = ()) -> Json:
@@ -96,6 +98,9 @@ def _messages(body: Json, before: Sequence[Json]) -> list[Json]:
         raise InvalidRequest("`{field}` is missing", field="input")
     if given in ("", []):
         raise InvalidRequest("`{field}` cannot be empty", field="input", value=given)
+    if not isinstance(given, str | list):
+        text = "`{field}` must be a text or a list of items, it is {value}"
+        raise InvalidRequest(text, field="input", value=wire.shown(given))
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     add_items(messages, given)

@@ -138,6 +138,17 @@ def test_arguments_of_the_chat_template_have_fields_of_their_own():
     assert kwargs == {"x": 1, "continue_final_message": True, "reasoning_effort": "none", "enable_thinking": False}
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "other"), [(CHAT, "prompt", "/v1/completions"), (COMPLETIONS, "messages", "/v1/chat/completions")]
+)
+def test_the_field_of_the_other_path_is_refused_with_that_path(path, field, other):
+    body = {**(A_CHAT if path == CHAT else A_COMPLETION), field: ["Hi"]}
+    with running(FakeBackend("a")) as gateway:
+        status, answer = gateway.refused(path, body)
+    message = f"`{field}` is a field of requests to {other}, not of this path"
+    assert (status, answer["error"]["message"], answer["error"]["param"]) == (400, message, field)
+
+
 def test_messages_reach_the_template_with_its_field_names():
     developer, thinker = {"role": "developer", "content": "be short"}, {"role": "assistant", "content": "a"}
     body = sent({"messages": [developer, {**thinker, "reasoning": "b"}, {**thinker, "reasoning": None}]})
@@ -511,7 +522,11 @@ OF_ANTHROPIC = {"model": "default", "max_tokens": 9, "messages": MESSAGES}
         (CHAT, {**A_CHAT, "structured_outputs": {"json": LONE}}, "structured_outputs"),
         (CHAT, {**A_CHAT, "tools": [{**A_TOOL, "function": {"name": "f", "parameters": LONE}}]}, "tools"),
         (COMPLETIONS, {**A_COMPLETION, "guided_choice": [LONE["const"]]}, "guided_choice"),
-        (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": LONE}}}, "text"),
+        (
+            RESPONSES,
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": LONE}}},
+            "text.format",
+        ),
         (RESPONSES, {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": LONE}]}, "tools"),
         (
             ANTHROPICS,

@@ -72,7 +72,11 @@ def test_with_a_head_each_pair_is_a_request_and_its_score_a_probability():
         ("/score", {"text_1": "a", "text_2": ["c"] * 2049}, "`text_2` has 2049 items, the limit is 2048"),
         ("/rerank", {"documents": ["a"]}, "`query` must be a text, it is null"),
         ("/rerank", {"query": "a", "documents": []}, "`documents` must be a text or a list of texts, it is []"),
-        ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["b", {"title": "b"}]},
+            "The `documents[1]` in input parameters must be",
+        ),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/rerank", {"query": "a", "documents": ["b"], "instruction": "i"}, "`instruction` needs a model with a head"),
         ("/rerank", {"query": "a", "documents": ["b"], "truncation_side": "right"}, "`truncation_side` is not supp"),

@@ -211,7 +211,8 @@ def test_the_tokens_of_an_input_can_be_counted():
         ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 1000}, "temperature"),
-        ({"text": {"format": {"type": "yaml"}}}, "text"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format"),
+        ({"input": 5}, "input` must be a text or a list of items, it is 5"),
         ({"text": 5}, "text"),
         ({"text": {"formats": {"type": "json_object"}}}, "format"),
         ({"text": {"verbosity": "low"}}, "verbosity"),
@@ -234,7 +235,7 @@ def test_what_cannot_be_done_is_refused_by_the_name_that_its_client_knows(fields
     backend = FakeBackend("a")
     with running(backend, tool_call_parser="hermes") as gateway:
         status, answer = gateway.refused(PATH, {**ASKED, **fields})
-    assert (status, answer["error"]["param"], backend.bodies) == (400, param, [])
+    assert (status, answer["error"]["param"], backend.bodies) == (400, param.partition("`")[0], [])
     assert f"`{param}" in answer["error"]["message"]
 
 

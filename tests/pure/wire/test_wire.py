@@ -225,7 +225,12 @@ def test_messages_get_the_role_of_the_user_where_they_have_none():
         ({"messages": [{"content": "\udfff"}]}, "must be valid Unicode"),
         (
             {"messages": [{"content": "x"}, {"content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]},
-            "The `messages[1].content[0].image_url` must be an image as a URL: data:image/png;base64,... or https://...",
+            "The `messages[1].content[0].image_url` must be an image as a URL: data:image/png;base64,... or https://...,"
+            ' it is "file:///x"',
+        ),
+        (
+            {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "data:,", "detail": "{high}"}}]}]},
+            'image_url` must have a `detail` of auto, low or high, it is "{high}"',
         ),
         (
             {"messages": [{"content": [{"type": "text", "text": ""}, {"type": "video_url", "video_url": "x"}]}]},
