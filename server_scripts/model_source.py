@@ -66,8 +66,13 @@ def find_source(config: Config, name: str, report: Callable[[str], None]) -> Mod
     path = Path(name or config.model_dir).expanduser().absolute()
     is_gguf = path.suffix == GGUF and path.is_file()
     if not is_gguf and not (path / "config.json").exists() and not any(path.glob(f"*{GGUF}")):
-        what = "has no config.json" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
-        given = f"the model is the folder {name}, which" if name else f"MODEL_DIR is {config.model_dir!r}, which"
+        what = "has no config.json" if path.is_dir() else "does not exist"
+        if path.is_file():
+            what = f"is a file but no {GGUF} file; the model is the folder that has config.json"
+        elif path.name in QUANT_TYPES and path.parent.is_dir():  # as behind the name of a model
+            what += f"; the precision of a model in a folder is an option: --quant-type {path.name}"
+        kind = "" if path.is_file() else "the folder "
+        given = f"the model is {kind}{name}, which" if name else f"MODEL_DIR is {config.model_dir!r}, which"
         raise ModelUnavailable(
             f"{given} {what}. Set MODEL_DIR to a checkpoint or an exported model, or name one: "
             "start_server ./folder, or start_server org/model to fetch it"

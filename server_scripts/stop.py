@@ -120,7 +120,7 @@ def stop(run_dir: RunDir, seconds: float | None) -> int:
 
 def report_no_server(run_path: Path, folder: Path = default_run_path()) -> None:  # noqa: B008 - never changes
     """Print that no server was running here, and the commands that stop this user's servers with other folders."""
-    print("stop_server: no server was running")
+    print(printable(f"stop_server: no server was running in RUN_DIR, which is {run_path}"))
     for path in sorted(folder.parent.glob(f"{folder.name}*")):
         if path != run_path and (state := read_state(path)) and state.supervisor.is_alive:
             command = stop_command(path, state.log_dir)

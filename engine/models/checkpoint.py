@@ -26,6 +26,7 @@ from engine.models.quantized_tensors import Quantization, QuantizedLayer, Quanti
 from engine.models.stored_tensors import StoredTensor
 from engine.models.weights import AxisShard, TensorShard, Weight
 
+LFS_POINTER = b"version https://git-lfs"  # begins the small file in place of one that `git clone` did not fetch
 WEIGHTS = ("model.safetensors", "model_state.pdparams")
 TABLE, LM_HEAD = TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 HEADS = ("lm_head.", "score.")  # tensor names with these prefixes do not get the prefix `model.`
@@ -316,6 +317,9 @@ def _open(path: Path) -> dict[str, StoredTensor]:
         handles = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - safe_open returns no mapping
         return handles | fp8_bytes(path)
     except SafetensorError as error:
+        with path.open("rb") as start:
+            if start.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ModelError(f"{path} is a pointer of Git LFS; `git lfs pull` fetches the file itself") from None
         size = path.stat().st_size
         raise ModelError(f"{path} ({size} bytes) is cut off or no safetensors file: {error}") from None
 

@@ -232,6 +232,10 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
         (cut_weights(4), r"\(4 bytes\) is cut off or no safetensors file: .*header too small"),
         (cut_weights(100), r"\(100 bytes\) is cut off or no safetensors file: .*invalid header length"),
         (cut_weights(-1), "is cut off or no safetensors file: .*file not fully covered"),
+        (
+            lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+            r"model\.safetensors is a pointer of Git LFS; `git lfs pull` fetches the file itself",
+        ),
         (replace_in_weights(b'{"model', b"{!model"), "is cut off or no safetensors file: .*invalid JSON in header"),
         (replace_in_weights(b'"dtype"', b'"dtipe"'), "is cut off or no safetensors file: .*missing field `dtype`"),
         (replace_in_weights(b'"F32"', b'"I32"'), "has dtype I32, supported are F32, F16, BF16"),

@@ -166,6 +166,14 @@ def test_a_folder_that_is_missing_is_reported_as_missing(server):
         assert model_source.local_folder(given, "models") == Path("missing").absolute()
 
 
+def test_a_file_and_a_precision_behind_a_folder_are_said_to_be_no_folder(server, tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    said = server.command("start_server", str(tmp_path / "model.safetensors")).stdout
+    assert "model.safetensors, which is a file but no .gguf file; the model is the folder that has config.json" in said
+    said = server.command("start_server", str(tmp_path / "a8w8")).stdout
+    assert "does not exist; the precision of a model in a folder is an option: --quant-type a8w8." in said
+
+
 def test_a_folder_is_served_by_its_path_and_what_was_fetched_before_by_its_name(tmp_path, monkeypatch):
     for folder in ("a_model", "org/model", "fetched/org/name", "empty/folder"):
         (tmp_path / folder).mkdir(parents=True)

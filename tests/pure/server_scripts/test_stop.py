@@ -31,7 +31,7 @@ def stop(folder, *arguments):
 def assert_none_was_running(done):
     assert done.returncode == 0
     first, *others = done.stdout.splitlines()
-    assert first == "stop_server: no server was running"
+    assert first.startswith("stop_server: no server was running in RUN_DIR, which is /")
     assert all(line.startswith("stop_server: another one runs (pid ") for line in others)  # this machine's, not ours
 
 
@@ -67,7 +67,10 @@ def test_stop_names_the_servers_with_another_run_directory(tmp_path, capsys):
         pid = server.state.supervisor.pid
         stop_module.report_no_server(tmp_path / "none", folder=tmp_path / "r")
     expected = f"stop_server: another one runs (pid {pid}): RUN_DIR={tmp_path / 'run'} stop_server"
-    assert capsys.readouterr().out.splitlines() == ["stop_server: no server was running", expected]
+    assert capsys.readouterr().out.splitlines() == [
+        f"stop_server: no server was running in RUN_DIR, which is {tmp_path / 'none'}",
+        expected,
+    ]
 
 
 def test_stop_insists_after_the_given_seconds(tmp_path):
