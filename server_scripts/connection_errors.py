@@ -18,7 +18,7 @@ def reason_of(error: Exception) -> str:
         if isinstance(cause, ssl.SSLError):
             return f"it cannot be spoken to over TLS: {_of_tls(cause)}"
         if isinstance(cause, socket.gaierror):
-            return f"the name {error.host} is not known: {cause.strerror}"
+            return f"the name {error.host} cannot be resolved ({cause.strerror})"
         return _of_system(cause)
     if isinstance(error, aiohttp.ServerTimeoutError):
         return "it did not answer in time"

@@ -188,7 +188,7 @@ async def _ask_all(
         for request in to_ask:
             await _ask(session, server, request, progress)
 
-    tasks = [asyncio.create_task(ask_some()) for _ in range(given.at_once)]
+    tasks = [asyncio.create_task(ask_some()) for _ in range(min(given.at_once, progress.bar.total))]
     try:
         await asyncio.gather(*tasks)
     finally:

@@ -1,4 +1,4 @@
-"""What a client says of a server that it cannot reach, with the errors of aiohttp's client."""
+"""The words for a server that a client cannot reach, with the errors of aiohttp's client."""
 
 import asyncio
 import socket
@@ -38,7 +38,7 @@ def test_a_server_that_speaks_otherwise_is_described(scheme, answer, reason):
     assert reason_of(asyncio.run(a_failure(scheme, answer))).endswith(reason)
 
 
-def test_a_name_that_is_not_known_is_said():
+def test_a_name_that_cannot_be_resolved_is_said():
     request = aiohttp.client_reqrep.ConnectionKey("nowhere", 80, False, True, None, None, None)
     error = aiohttp.ClientConnectorDNSError(request, socket.gaierror(-2, "Name or service not known"))
-    assert reason_of(error) == "the name nowhere is not known: Name or service not known"
+    assert reason_of(error) == "the name nowhere cannot be resolved (Name or service not known)"

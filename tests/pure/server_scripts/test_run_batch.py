@@ -211,6 +211,13 @@ def test_a_server_that_is_no_address_is_named_before_anything_is_asked(files, re
     assert not files.output.exists()
 
 
+def test_no_more_requests_are_open_than_the_file_has(files):
+    files.write(a_request("a"))
+    with running(FakeBackend("a")) as gateway:
+        assert files.run(gateway.url, "--at-once", str(10**9))[0] == 0  # as many tasks would fill the memory
+    assert set(files.answers()) == {"a"}
+
+
 def test_what_keeps_it_from_working_is_said(files):
     files.write(a_request("a"))
     status, said = files.run("http://127.0.0.1:1")
