@@ -25,6 +25,16 @@ PIECE = 1 << 16
 PORTS = {"http": 80, "https": 443}
 LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the rest of such an address is one of IPv4
+REASONS: dict[type[Exception], str] = {  # by the first class that an error has
+    TimeoutError: " in time",
+    socket.gaierror: ": the name of its host cannot be resolved",
+    ConnectionRefusedError: ": its host refused the connection",
+    ssl.SSLError: ": its host has no valid certificate, or does not speak TLS",
+    http.client.IncompleteRead: ": a part of it is missing",
+    http.client.HTTPException: ": its host does not speak HTTP",
+    OSError: ": the connection failed",
+    ValueError: ": its URL is not valid",
+}
 Resolve = Callable[[str, int], Sequence[str]]
 
 
@@ -76,8 +86,8 @@ class ImageDownloader:
         except ImageError:
             raise
         except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = "in time" if isinstance(error, TimeoutError) else f"({type(error).__name__})"
-            raise ImageError(f"could not be downloaded {reason}") from None
+            reason = next(reason for kind, reason in REASONS.items() if isinstance(error, kind))
+            raise ImageError(f"could not be downloaded{reason}") from None
         raise ImageError(f"is redirected more than {MAX_REDIRECTS} times")
 
     def _connect(self, url: str, deadline: float) -> socket.socket:
@@ -90,7 +100,7 @@ class ImageDownloader:
             raise ImageError("is on a host from which no images are downloaded (ALLOWED_MEDIA_DOMAINS)")
         addresses = [each for each in self._resolve(host, port) if self._allows(each)]
         if not addresses:
-            raise ImageError("is at an address from which no images are downloaded")
+            raise ImageError("is at an address that is not public, from which no images are downloaded")
         for address in addresses[:-1]:
             with contextlib.suppress(OSError):
                 return self._secured(socket.create_connection((address, port), _left(deadline) / 2), parts)

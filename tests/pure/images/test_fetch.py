@@ -4,6 +4,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import Mock
 
 import pytest
 
@@ -120,7 +121,7 @@ def test_a_file_is_downloaded_from_the_address_that_was_checked(server):
 def test_a_name_with_a_private_address_is_not_connected_to(server):
     downloader = a_downloader({"cat.example": ["127.0.0.1", "::1"]}, allows=is_public)
     assert refusal(downloader, f"http://cat.example:{server.port}/") == (
-        "is at an address from which no images are downloaded"
+        "is at an address that is not public, from which no images are downloaded"
     )
     assert server.paths == []
 
@@ -151,7 +152,7 @@ def test_the_address_after_a_redirect_is_checked_as_well(server):
     hosts = {"cat.example": ["127.0.0.1"], "metadata.example": ["169.254.169.254"]}
     downloader = a_downloader(hosts, allows=lambda each: each == "127.0.0.1")
     url = f"http://cat.example:{server.port}/to/http://metadata.example/secret"
-    assert refusal(downloader, url) == "is at an address from which no images are downloaded"
+    assert refusal(downloader, url) == "is at an address that is not public, from which no images are downloaded"
     assert downloader.fetch(f"http://cat.example:{server.port}/to//x") == FILE
 
 
@@ -190,16 +191,20 @@ def test_a_server_that_sends_a_byte_now_and_then_does_not_hold_a_request(server,
 
 
 def test_errors_say_little_of_other_machines(server):
-    downloader = a_downloader()
-    assert refusal(downloader, f"http://cat.example:{server.port}/gone") == "could not be downloaded: the status is 404"
-    assert refusal(downloader, f"http://cat.example:{server.port}/part") == "could not be downloaded (IncompleteRead)"
+    downloader, failed = a_downloader(), "could not be downloaded: "
+    assert refusal(downloader, f"http://cat.example:{server.port}/gone") == failed + "the status is 404"
+    assert refusal(downloader, f"http://cat.example:{server.port}/part") == failed + "a part of it is missing"
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         assert refusal(downloader, f"http://cat.example:{closed.getsockname()[1]}/") == (
-            "could not be downloaded (ConnectionRefusedError)"
+            failed + "its host refused the connection"
         )
-    assert refusal(downloader, "http://cat.example:99999/") == "could not be downloaded (ValueError)"
-    assert refusal(downloader, f"https://cat.example:{server.port}/") == "could not be downloaded (SSLError)"
+    assert refusal(downloader, "http://cat.example:99999/") == failed + "its URL is not valid"
+    assert refusal(downloader, f"https://cat.example:{server.port}/") == (
+        failed + "its host has no valid certificate, or does not speak TLS"
+    )
+    unknown = ImageDownloader(["*"], 1 << 20, resolve=Mock(side_effect=socket.gaierror))
+    assert refusal(unknown, "http://no.example/") == failed + "the name of its host cannot be resolved"
 
 
 def test_proxies_of_the_environment_are_not_used(server, monkeypatch):

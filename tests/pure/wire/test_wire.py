@@ -212,6 +212,7 @@ def test_messages_get_the_role_of_the_user_where_they_have_none():
         ({"input_ids": [2**31]}, "The `input_ids` must hold token ids, 2147483648 is none"),
         ({"input_ids": [1.0]}, "The `input_ids` must hold token ids, 1.0 is none"),
         ({"messages": []}, "The `messages` in input parameters cannot be empty"),
+        ({"top_k": -5}, "The `top_k` must be an integer of at least -1, where -1 and 0 stand for all tokens, it is -5"),
         ({"messages": [{}] * 10_001}, "The `messages` has 10001 items, the limit is 10000"),
         ({"messages": ["hi"]}, 'The items in messages must be objects, messages[0] is a string: "hi"'),
         ({"messages": [A_MESSAGE, {"role": "user"}]}, "must include `content`, messages[1] has none"),
