@@ -43,15 +43,16 @@ def read_keys(path: str) -> dict[str, Owner]:
             given = json.load(file)
     except OSError as error:
         raise ConfigError(f"API_KEYS is {path!r}, a file that cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):  # its text may quote the file
-        raise ConfigError(f"API_KEYS is {path!r}, which is not valid JSON") from None
+    except (ValueError, RecursionError) as error:  # its text may quote the file
+        place = f": {error.msg} in line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ConfigError(f"API_KEYS is {path!r}, which is not valid JSON{place}") from None
     if not isinstance(given, dict) or not given:
         raise ConfigError(f"API_KEYS is {path!r}, which must hold an object with a name or more")
     owners: dict[str, Owner] = {}
     for name, fields in given.items():
         if not NAME.fullmatch(name):
             raise ConfigError(f"API_KEYS: {name!r} is no name of up to 64 letters, digits and _ . @ -")
-        if not isinstance(fields, dict):
+        if not isinstance(fields, dict) or "key" not in fields:
             raise ConfigError(f"API_KEYS: {name} must have an object with a `key`")
         key = fields.pop("key", None)
         if not isinstance(key, str) or not is_key(key):

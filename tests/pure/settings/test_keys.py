@@ -31,13 +31,14 @@ def test_owners_are_found_by_their_keys(write):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"a": {"key": "s3cret"', "which is not valid JSON"),
+        ('{"a": {"key": "s3cret"', "which is not valid JSON: Expecting ',' delimiter in line 1"),
         ("[" * 100_000, "which is not valid JSON"),
         ([], "must hold an object with a name or more"),
         ({}, "must hold an object with a name or more"),
         ({"a b": {"key": "s3cret"}}, "'a b' is no name of up to 64 letters"),
         ({"a": "s3cret"}, "a must have an object with a `key`"),
-        ({"a": {}}, "the key of a must be a text of visible ASCII without blanks"),
+        ({"a": {}}, "a must have an object with a `key`"),
+        ({"a": {"kye": "s3cret"}}, "a must have an object with a `key`"),
         ({"a": {"key": "s3cret\n"}}, "the key of a must be a text of visible ASCII"),
         ({"a": {"key": "a s3cret"}}, "the key of a must be a text of visible ASCII without blanks"),
         ({"a": {"key": "s3cret"}, "b": {"key": "s3cret"}}, "the key of b is that of a, too"),
