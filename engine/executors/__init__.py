@@ -17,9 +17,9 @@ from engine.executors.speculation.policy import DraftPolicy
 from engine.executors.speculation.proposer import Proposer
 from engine.executors.speculation.state import runs_ahead
 from engine.exporting.draft import check_layer, export_draft_model
-from engine.exporting.export_options import DRAFT_GRAPHS
 from engine.exporting.manifest import Manifest
 from engine.log import Report
+from engine.models.config import DRAFT_GRAPHS
 from engine.models.config_fields import ModelError
 from engine.settings.config import Config
 from engine.settings.device import GPU, check_gpus, with_device

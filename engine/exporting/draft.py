@@ -7,11 +7,9 @@ from pathlib import Path
 
 from engine.core.cache_groups import PAGED
 from engine.errors import ConfigError, SetupError
-from engine.exporting.cache import export_cached
-from engine.exporting.export import ExportOptions
-from engine.exporting.export_options import DRAFT_GRAPHS
 from engine.exporting.manifest import Manifest, is_exported
 from engine.log import Report
+from engine.models.config import DRAFT_GRAPHS
 from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 
@@ -24,6 +22,9 @@ def export_draft_model(graph_dir: Path, config: Config, report: Report) -> Path 
         return None
     try:
         if not is_exported(path):
+            from engine.exporting.cache import export_cached  # slow to import; an engine starts without it
+            from engine.exporting.export import ExportOptions
+
             options = ExportOptions(block_size=model.block_size)
             path = export_cached(path, Path(config.export_cache_dir).expanduser(), options, report)
         _check_graphs(model, Manifest.read(path))

@@ -9,16 +9,13 @@ from engine.errors import ConfigError
 from engine.exporting.export import ExportOptions
 from engine.exporting.manifest import CONFIG
 from engine.models import support
+from engine.models.config import EAGLE3_GRAPH, MTP_GRAPH
 from engine.models.config_fields import read_json
-from engine.models.eagle3 import EAGLE3_GRAPH
 from engine.models.formats import without_cache
 from engine.models.modelopt import read_config
-from engine.models.mtp import MTP_GRAPH
 from engine.models.quantization import is_fp8, is_mxfp4
 from engine.settings.config import Config
 from engine.settings.device import GPU, with_device
-
-DRAFT_GRAPHS = (MTP_GRAPH, EAGLE3_GRAPH)  # the methods that draft with a graph of the export, by its name
 
 
 def options_of(config: Config, checkpoint_dir: Path) -> ExportOptions:

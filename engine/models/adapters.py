@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -20,11 +20,12 @@ from safetensors import SafetensorError, deserialize
 
 from engine.models.adapter_config import CONFIG, AdapterConfig, AdapterError
 from engine.models.config_fields import object_in, read_json
-from engine.models.decoder import Decoder
-from engine.models.families import read_model
 from engine.models.formats import FLOAT32
 from engine.models.layers import Linear
 from engine.models.weights import Shard, TensorShard, found_in
+
+if TYPE_CHECKING:
+    from engine.models.decoder import Decoder
 
 WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
@@ -46,6 +47,8 @@ class Pair:
 
 def network_of(graph_dir: Path, rank: int = 0, num_ranks: int = 1) -> Decoder:
     """Return the network of one rank of an exported model, as `read_pairs` needs it."""
+    from engine.models.families import read_model  # slow to import; the process that tokenizes starts without it
+
     return read_model(read_json(graph_dir / "config.json")).network(Shard(FLOAT32, "float32", 1, rank, num_ranks))
 
 

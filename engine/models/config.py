@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from engine.models.layers import Network
 
 DECODER = "decoder"  # name of the graph that generates tokens
+# The names of graphs that draft are those of the methods that need them.
+MTP_GRAPH, EAGLE3_GRAPH = DRAFT_GRAPHS = ("mtp", "eagle3")
 MTP = ("mtp.", "model.mtp")  # tensor names of layers that only draft tokens
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_modules")  # the number of these layers behind the decoder layers
 TYPES = ("full_attention", "sliding_attention")  # the values that layer_types may have

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.models.attention import Attention, AttentionOptions
 from engine.models.checkpoint import TABLE, Checkpoint, open_tensors
-from engine.models.config import DECODER, DecoderConfig
+from engine.models.config import DECODER, EAGLE3_GRAPH, DecoderConfig
 from engine.models.config_fields import ModelError, an_object, read_json, whole_number
 from engine.models.decoder import Decoder, DecoderLayer, check_ranks
 from engine.models.formats import head_format
@@ -38,7 +38,6 @@ from engine.models.mtp import DraftDecoder, input_part
 from engine.models.stored_tensors import StoredTensor
 from engine.models.weights import AxisShard, Shard, TensorShard, Weight
 
-EAGLE3_GRAPH = "eagle3"  # name of the graph that drafts
 FILE = "eagle3.npy"  # i32 [draft_vocab_size]: the token of the model for each token of the head
 PREFIX = "eagle3."  # of the names of the head's tensors, beside those of the model
 TO_TARGET, FROM_TARGET = "d2t", "t2d"  # maps between the vocabularies; the second one follows from the first

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint
-from engine.models.config import DECODER, DecoderConfig
+from engine.models.config import DECODER, MTP_GRAPH, DecoderConfig
 from engine.models.config_fields import ModelError
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.formats import head_format
@@ -29,7 +29,6 @@ from engine.models.layers import (
 )
 from engine.models.weights import AxisShard, Shard, TensorShard, Weight
 
-MTP_GRAPH = "mtp"  # name of the graph that drafts
 Family = TypeVar("Family", bound="MtpFamily")
 
 

@@ -17,6 +17,7 @@ from engine.executors.speculation.draft_model import DraftGraph, DraftRow
 from engine.executors.speculation.draft_slots import DraftSlots, SlotSizes, graph_inputs
 from engine.exporting.manifest import Manifest
 from engine.models import eagle3
+from engine.models.config import EAGLE3_GRAPH
 from engine.models.layers import HIDDEN, LOGITS, PREVIOUS_STATES
 from engine.ops import cpu
 
@@ -94,7 +95,7 @@ class CpuMtpLayer(CpuDraftModel):
     def __init__(self, first: CpuExecutor, draft_graph: DraftGraph, num_slots: int, name: str):
         """Take the first rank of the model, and the graph `name` of its export on all ranks."""
         model, ids = Manifest.read(first.graph_dir), first.graph_dir / eagle3.FILE
-        self._draft_ids = np.load(ids) if name == eagle3.EAGLE3_GRAPH and ids.exists() else None
+        self._draft_ids = np.load(ids) if name == EAGLE3_GRAPH and ids.exists() else None
         self._vocab_size = model.vocab_size
         self._first = first
         self.kept_states = None

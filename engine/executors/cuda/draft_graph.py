@@ -21,6 +21,7 @@ from engine.executors.speculation.draft_model import NUM_KEPT, SHORT, DraftRow
 from engine.executors.speculation.draft_slots import SlotSizes, graph_inputs
 from engine.exporting.manifest import Manifest, rank_dir
 from engine.models import eagle3
+from engine.models.config import EAGLE3_GRAPH
 from engine.models.kv_cache import CacheSpec
 from engine.ops import cuda
 from engine.ops.cuda.drafted_tokens import DraftedTokens
@@ -78,7 +79,7 @@ class CudaDraftGraph:
         """Load the graph `name` of the model that `runner` runs: that of its MTP layer or of its EAGLE-3 head."""
         model, ids = Manifest.read(runner.graph_dir), runner.graph_dir / eagle3.FILE
         program, draft_ids = runner.load_graph(name), None
-        if name == eagle3.EAGLE3_GRAPH and ids.exists():
+        if name == EAGLE3_GRAPH and ids.exists():
             draft_ids = torch.from_numpy(np.load(ids)).to(runner.device)
         first_long = 1 + config.batch_size * RING
         num_rows = first_long + config.max_step_tokens + 1
