@@ -1,6 +1,6 @@
 """Every family with several precisions, and on two ranks: what tests/pure does with some of them.
 
-Each precision is computed by every fourth family, and by each of them with EVERY_PRECISION=1, which takes minutes more.
+Each precision is computed by every eighth family, and by each of them with EVERY_PRECISION=1, which takes minutes more.
 """
 
 import os
@@ -13,7 +13,7 @@ from tests.mixture_checkpoints import MIXTURES
 from tests.pure.models.test_family_goldens import RANKS_DIFFER, assert_two_ranks_agree
 from tests.pure.models.test_support import OF_EXPERTS, ON_CPUS, QUICK, assert_computes
 
-SHARE = 1 if os.environ.get("EVERY_PRECISION") else 4
+SHARE = 1 if os.environ.get("EVERY_PRECISION") else 8
 PAIRS = [
     (family, precision)
     for row, family in enumerate(FAMILIES)

@@ -25,7 +25,7 @@ from tests.triton.server_checks import pids
 
 ROOT = Path(__file__).resolve().parents[2]
 CERTIFICATES = ROOT / "tests" / "certificates"
-NUM_STREAMS = 2000
+NUM_STREAMS = 1200  # more than 1,024, a usual limit of open files and of connections that wait
 LARGE = json.dumps({"req_id": "large", "text": "x" * 4_194_000}).encode()
 KEY = "s3cret-key"
 
@@ -109,21 +109,21 @@ def test_a_burst_on_a_cold_server_is_served_to_the_last_stream(tmp_path, many_fi
 
 
 def test_many_large_requests_stop_no_other_stream_and_end_no_process(tmp_path):
-    """120 over gRPC and 60 over HTTP, with 4 MB each, while somebody has an answer streamed. That stream once stood
+    """60 over gRPC and 30 over HTTP, with 4 MB each, while somebody has an answer streamed. That stream once stood
     still for most of the time, 17 s. Its longest pause is compared with all of that time, which is longer where the
-    machine is slow: 0.5 s of 26 s on two cores with a load of 19.
+    machine is slow: with twice as many, 0.5 s of 26 s on two cores with a load of 19.
     """
 
     statuses, came_at = set(), []
 
     async def storm(server):
         long = {"text": "Tell me a story.", "max_dec_len": 1000, "ignore_eos": True, "temperature": 0}
-        async with stubs(server, 121) as found, http_session() as session:
+        async with stubs(server, 61) as found, http_session() as session:
             watching = asyncio.ensure_future(watch_ready(session, server, statuses))
             others = ask(found[0], long | {"req_id": "others"}, lambda: came_at.append(time.monotonic()))
             answers = [asyncio.ensure_future(others)]
             answers += [asyncio.ensure_future(ask(stub, LARGE)) for stub in found[1:]]
-            posted = await asyncio.gather(*[post(session, server, LARGE) for _ in range(60)])
+            posted = await asyncio.gather(*[post(session, server, LARGE) for _ in range(30)])
             answered = await asyncio.gather(*answers)
             watching.cancel()
             return posted, answered

@@ -18,10 +18,11 @@ from engine.executors.speculation.executor import with_speculation
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
+from engine.models.config import MTP_GRAPH
 from engine.models.config_fields import ModelError
 from engine.models.families import FAMILIES
 from engine.models.layers import LOGITS
-from engine.models.mtp import MTP_GRAPH, MtpFamily
+from engine.models.mtp import MtpFamily
 from engine.settings.config import Config
 from tests.mtp_checkpoints import NAMES, make_mtp_checkpoint, make_right
 from tests.pure.executors.test_draft_model import check_answers, run

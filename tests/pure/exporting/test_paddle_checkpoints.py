@@ -13,8 +13,8 @@ from engine.dtypes import from_bf16
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, export
 from engine.graph import load
+from engine.models.config import MTP_GRAPH
 from engine.models.config_fields import ModelError
-from engine.models.mtp import MTP_GRAPH
 from engine.models.paddle_checkpoint import TransposedTensor
 from engine.models.stored_tensors import ConcatenatedTensor
 from tests.checkpoints import make_checkpoint
