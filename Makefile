@@ -50,8 +50,10 @@ demo-gpu:  ## the same on an NVIDIA GPU
 
 install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batch
 
-test: quick  ## all tests, those that need nothing first
-	$(BIN)/python -m pytest tests/pure tests/engines -m "slow or engines" --numprocesses auto --dist worksteal
+# Collecting the tests takes each worker 20 s, so that the quick ones are not a run of their own. `load` hands tests out
+# in their order (tests/conftest.py).
+test: install $(TESTS)  ## all tests, quick ones first
+	$(BIN)/python -m pytest tests/pure tests/engines $(WORKERS) --dist load
 	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Some wait for processes, so that half as many again as there are cores are busy. Python keeps what it has compiled:
@@ -59,10 +61,10 @@ test: quick  ## all tests, those that need nothing first
 test coverage quick: export PYTHONDONTWRITEBYTECODE =
 # The matrices of the tests are small, and the cores are taken by other workers, so that more threads only wait for them.
 test coverage quick: export OPENBLAS_NUM_THREADS = 1
+WORKERS = --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8
 QUICK = -m "not slow"
 quick: install $(TESTS)  ## the tests that need no server and take no more than two minutes, on all cores
-	$(BIN)/python -m pytest tests/pure $(QUICK) $(COVERAGE) --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8 \
-	  --dist worksteal
+	$(BIN)/python -m pytest tests/pure $(QUICK) $(COVERAGE) $(WORKERS) --dist worksteal
 
 coverage: QUICK =
 coverage: COVERAGE = --cov --cov-report term

@@ -30,10 +30,12 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
+    """Quick tests come first, then the longest, so that no worker has one of these left when the others are done."""
     for item in items:
         folder = Path(item.path).parent.name
         if folder in ("engines", "triton", "cuda"):
             item.add_marker(getattr(pytest.mark, folder))
+    items.sort(key=lambda item: 1 if "engines" in item.keywords else 2 if "slow" in item.keywords else 0)
 
 
 @pytest.fixture(scope="session")
