@@ -83,6 +83,8 @@ def _exchange(path: str, speaking: Sequence[ClientProtocol], schemas: Json) -> J
         request, answer = _object(protocol.fields(path), protocol.needs(path)), _shape(exchange.whole())
         for field in answer["properties"].keys() & request["properties"].keys():  # repeated from the request
             answer["properties"][field] = request["properties"][field]
+        if "background" in request["properties"]:  # it is answered at once, before anything is used
+            answer["properties"]["usage"] = _or_null(answer["properties"]["usage"])
         requests.append(_named(schemas, f"{name}.request", request))
         answers.append(_named(schemas, f"{name}.answer", answer))
         examples[protocol.name] = {"value": example}

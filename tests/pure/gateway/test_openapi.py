@@ -51,6 +51,11 @@ def test_every_native_field_is_in_it_with_its_aliases_what_it_holds_and_means(do
     assert reported["top_p"]["x-alias-of"] == "topp"
 
 
+def test_a_response_in_the_background_has_no_usage_yet(document):
+    usage = schema_of(document, "/v1/responses", "responses", "answer")["properties"]["usage"]
+    is_valid(document, usage, None)
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_every_field_of_openai_that_is_passed_on_or_acts_in_the_gateway_is_in_it(document, path):
     source = "".join((ROOT / "gateway/openai" / name).read_text() for name in ("request.py", "prompts.py", "tools.py"))
