@@ -7,7 +7,7 @@ import pytest
 
 from tests.server import running_server
 
-# The files that take longest, which have few tests. When these come last, one of two workers waits for the other.
+# The files that take longest. When these come last, one of two workers waits for the other.
 LONGEST = (
     "test_reload",
     "test_machines",
@@ -15,6 +15,8 @@ LONGEST = (
     "test_survival",
     "test_ports_under_load",
     "test_server_ranks",
+    "test_server",
+    "test_shared_prefixes",
 )
 
 

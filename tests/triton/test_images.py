@@ -44,7 +44,7 @@ def checkpoint(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """Return the answers of `LLM` to CHATS: their token ids and texts."""
-    llm = LLM(checkpoint, device="cpu", block_size=BLOCK)
+    llm = LLM(checkpoint, device="cpu", block_size=BLOCK, export_cache_dir=str(checkpoint.parent))
     try:
         answers = llm.chat(list(CHATS.values()), OPTIONS, progress=False)
     finally:
@@ -55,6 +55,7 @@ def expected(checkpoint):
 @pytest.fixture(scope="module")
 def server(checkpoint, expected, tmp_path_factory):
     settings = {"MODEL_DIR": str(checkpoint), "DEVICE": "cpu", "BLOCK_SIZE": str(BLOCK)}
+    settings["EXPORT_CACHE_DIR"] = str(checkpoint.parent)  # where `expected` has exported it
     with running_server(tmp_path_factory.mktemp("server"), settings) as running:
         yield running
 

@@ -19,7 +19,7 @@ from tests.triton.asking import GrpcStream, stream_lines
 
 one_rank, two_ranks = pytest.param("1", id="one rank"), pytest.param("2", id="two ranks")
 PROMPTS = ("Hello", "Tell me", "A", "Why is the sky blue?")
-NUM_TOKENS = 150
+NUM_TOKENS = 100
 TIMEOUT_S = 120
 PAUSE_S = 0.3
 
@@ -116,16 +116,16 @@ def test_under_load_the_model_changes_and_every_answer_is_the_old_ones_or_the_ne
     old = answers_of(server)
     before = state_of(server)
     with Load(server) as load:
-        load.wait_for(8)
+        load.wait_for(4)
         done = reloaded(server, make_checkpoint(tmp_path / "second", "qwen3"))
         assert done.returncode == 0, done.stdout + done.stderr
-        load.wait_for(16)
+        load.wait_for(12)  # four may be of the old model
     new = answers_of(server)
     assert all(old[prompt] != new[prompt] for prompt in PROMPTS)
     of_old = [tokens == old[prompt] for prompt, tokens in load.tokens()]
     of_new = [tokens == new[prompt] for prompt, tokens in load.tokens()]
     assert [a or b for a, b in zip(of_old, of_new, strict=True)] == [True] * len(of_old)
-    assert sum(of_old) >= 8 and sum(of_new) >= 8
+    assert sum(of_old) >= 4 and sum(of_new) >= 8
     assert models(server) == ["second"]
     pids = [{each.name: each.pid for each in state.processes} for state in (before, state_of(server))]
     assert {name for name in pids[0] if pids[0][name] == pids[1][name]} == {"gateway-0", "health"}
@@ -141,7 +141,7 @@ def test_a_model_that_does_not_become_ready_leaves_the_one_before(server, tmp_pa
     with Load(server) as load:
         load.wait_for(4)
         done = reloaded(server, broken)
-        load.wait_for(8)
+        load.wait_for(4)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "failed: engine ended with exit status" in done.stdout
     assert f"restoring {served[0]}" in done.stdout

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.patience import wait_until
-from tests.server import a_server, is_alive, is_clean, pids_of, running_server, state_of
+from tests.server import is_alive, is_clean, pids_of, running_server, state_of
 from tests.triton.asking import facts, get, health_of, post, settled, wait_until_idle
 from tests.triton.test_server_ranks import ask
 
@@ -92,13 +92,10 @@ def test_the_choices_of_a_request_come_from_one_engine_and_a_request_is_aborted_
     wait_until_idle(server)
 
 
-def test_an_end_leaves_nothing_of_all_engines(tmp_path):
-    server = a_server(tmp_path, SETTINGS)
-    assert server.command("start_server").returncode == 0
+def test_an_end_leaves_nothing_of_all_engines(server):
+    """The last test of this file, as it ends the server of the others."""
     state = state_of(server)
-    try:
-        assert {"engine", "engine-1"} <= {process.name for process in state.processes}
-        assert all(map(is_alive, pids_of(state)))
-    finally:
-        assert server.command("stop_server").returncode == 0
+    assert {"engine", "engine-1"} <= {process.name for process in state.processes}
+    assert all(map(is_alive, pids_of(state)))
+    assert server.command("stop_server").returncode == 0
     assert is_clean(server, state)
