@@ -21,7 +21,7 @@ def test_the_benchmark_measures_the_engine_and_the_server_and_ends_with_one_line
 
 
 def test_a_storm_of_seconds_loses_nothing_and_ends_with_one_line_of_json():
-    options = ["--seconds", "6", "--every", "2", "--clients", "8", "--answers", "20", "--stop", "gateway"]
+    options = ["--seconds", "4", "--every", "2", "--clients", "4", "--answers", "10", "--stop", "gateway"]
     command = [sys.executable, "-m", "benchmarks.storm", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     report = json.loads(done.stdout.splitlines()[-1])
