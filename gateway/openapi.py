@@ -83,8 +83,7 @@ def _exchange(path: str, speaking: Sequence[ClientProtocol], schemas: Json) -> J
         request, answer = _object(protocol.fields(path), protocol.needs(path)), _shape(exchange.whole())
         for field in answer["properties"].keys() & request["properties"].keys():  # repeated from the request
             answer["properties"][field] = request["properties"][field]
-        if "background" in request["properties"]:  # it is answered at once, before anything is used
-            answer["properties"]["usage"] = _or_null(answer["properties"]["usage"])
+        _allow_other_forms(request["properties"], answer["properties"])
         requests.append(_named(schemas, f"{name}.request", request))
         answers.append(_named(schemas, f"{name}.answer", answer))
         examples[protocol.name] = {"value": example}
@@ -93,6 +92,15 @@ def _exchange(path: str, speaking: Sequence[ClientProtocol], schemas: Json) -> J
     body = {"application/json": {"schema": {"anyOf": requests}, "examples": examples}}
     content = {"application/json": {"schema": {"anyOf": answers}}, **streams}
     return {"requestBody": {"required": True, "content": body}, "responses": {"200": _response("the answer", content)}}
+
+
+def _allow_other_forms(request: Json, answer: Json) -> None:
+    """Allow the forms of the answer's properties that differ from the sample because of what a request asks for."""
+    if "background" in request:  # it is answered at once, before anything is used
+        answer["usage"] = _or_null(answer["usage"])
+    if "encoding_format" in request:
+        embedding = answer["data"]["items"]["properties"]
+        embedding["embedding"] = {"anyOf": [embedding["embedding"], {"type": "string"}]}
 
 
 def _plain(endpoint: Endpoint) -> Json:

@@ -56,6 +56,12 @@ def test_a_response_in_the_background_has_no_usage_yet(document):
     is_valid(document, usage, None)
 
 
+@pytest.mark.parametrize("embedding", [[0.5, -1.0], "AAAAPwAAgL8="])
+def test_embeddings_are_numbers_or_if_asked_for_base64(document, embedding):
+    data = schema_of(document, "/v1/embeddings", "embeddings", "answer")["properties"]["data"]
+    is_valid(document, data, [{"object": "embedding", "index": 0, "embedding": embedding}])
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_every_field_of_openai_that_is_passed_on_or_acts_in_the_gateway_is_in_it(document, path):
     source = "".join((ROOT / "gateway/openai" / name).read_text() for name in ("request.py", "prompts.py", "tools.py"))
