@@ -96,7 +96,7 @@ def expected(exported):
 
 
 def sampling_of(number):
-    return Sampling(300, temperature=number % 2, seed=number, num_logprobs=1)
+    return Sampling(600, temperature=number % 2, seed=number, num_logprobs=1)
 
 
 def ask_all(client):

@@ -212,7 +212,7 @@ def test_answers_with_drafts_go_on_after_the_end_of_a_rank(tmp_path):
     graph_dir = tmp_path / "out"
     export(checkpoint, graph_dir, ExportOptions(block_size=BLOCK_SIZE, mtp=True, num_ranks=2))
     requests = [
-        ([n, n + 1, n + 2], Sampling(300, temperature=n % 2, seed=n, repetition_penalty=1.1, num_logprobs=1))
+        ([n, n + 1, n + 2], Sampling(600, temperature=n % 2, seed=n, repetition_penalty=1.1, num_logprobs=1))
         for n in range(5, 40, 9)
     ]
     expected = answers_of(graph_dir, requests, mp_num=2, cpu_threads=1)

@@ -19,7 +19,7 @@ from tests.server import ROOT, a_server, is_alive, pids_of, state_of
 IPS = ("10.231.77.1", "10.231.77.2")
 TIMEOUT_S = 90
 NUM_ATTEMPTS = 5  # on a busy machine a stream may have ended before it is disturbed
-BODY = {"text": "Count.", "temperature": 0, "min_dec_len": 600, "max_dec_len": 600, "stream": True}
+BODY = {"text": "Count.", "temperature": 0, "min_dec_len": 1000, "max_dec_len": 1000, "stream": True}
 CALL = """
 import sys, urllib.error, urllib.request
 url, *body = sys.argv[1:]

@@ -15,7 +15,7 @@ from tests.server import pids_of, running_replicas, state_of
 from tests.triton.asking import get, post, stream_lines
 
 CHAT = "/v1/chat/completions"
-NUM_TOKENS = 700  # so many that answers have seldom ended when a test kills their server
+NUM_TOKENS = 2500  # so many that answers have seldom ended when a test kills their server
 NUM_ATTEMPTS = 5  # on a busy machine they may have
 BODY = {"text": "Count.", "min_dec_len": NUM_TOKENS, "max_dec_len": NUM_TOKENS, "stream": True}
 SETTINGS = {"CPU_THREADS": "1", "DRAIN_TIMEOUT": "0", "MAX_DEC_LEN": str(NUM_TOKENS)}

@@ -52,7 +52,7 @@ def test_files_and_sockets_are_for_this_user_alone(running):
 class Stream:
     """A long answer over HTTP, read in the background."""
 
-    def __init__(self, server, max_dec_len=300):
+    def __init__(self, server, max_dec_len=600):
         self.lines = []
         body = {"text": "Tell me", "temperature": 0, "ignore_eos": True, "stream": True, "req_id": str(id(self))}
         body |= {"max_dec_len": max_dec_len, "min_dec_len": max_dec_len}
@@ -94,7 +94,7 @@ def test_a_killed_supervisor_cuts_no_stream_and_the_next_start_takes_all_over(se
     stream.wait_for(5)
     os.kill(server.pid_of("engine"), signal.SIGKILL)  # it is no child of the one that restarts it
     assert stream.answer() == expected
-    stream, state = Stream(server), state_of(server)
+    stream, state = Stream(server, 300), state_of(server)
     stream.wait_for(5)
     assert server.command("stop_server").returncode == 0
     stream.answer()
@@ -114,7 +114,7 @@ def test_a_start_with_other_settings_or_a_stop_ends_what_a_killed_supervisor_has
     assert "has other settings or another model: ending it" in done.stdout
     assert not any(process.is_alive for process in before.processes)
 
-    state, stream = state_of(server), Stream(server)
+    state, stream = state_of(server), Stream(server, 300)
     stream.wait_for(5)
     os.kill(state.supervisor.pid, signal.SIGKILL)
     assert server.command("stop_server").returncode == 0
@@ -163,7 +163,7 @@ def expected(running):
 def test_a_death_under_open_streams_is_a_pause(running, expected, victim, number):
     wait_until(lambda: is_known(running, victim))  # the supervisor notes a new stub some seconds later
     pid = running.pid_of(victim)
-    over_http, over_grpc = [Stream(running) for _ in range(4)], [GrpcStream(running, n, 300) for n in range(4)]
+    over_http, over_grpc = [Stream(running) for _ in range(4)], [GrpcStream(running, n, 600) for n in range(4)]
     for stream in (*over_http, *over_grpc):
         stream.wait_for(3)
     os.kill(pid, number)
@@ -204,7 +204,7 @@ def num_generated(server):
 
 
 def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_computed_twice(running):
-    count, numbers = 600, itertools.count()
+    count, numbers = 2500, itertools.count()
     first = Stream(running, count)
     expected = first.answer()
     ask = {"temperature": 0, "ignore_eos": True, "stream": True}
