@@ -238,14 +238,19 @@ def test_workers_share_a_port():
 
 
 @contextlib.contextmanager
-def a_process(module, *arguments, **settings):
-    """-> the process and its port. There is no tritonserver, unless a test says where."""
+def a_process(module, *arguments, max_files=0, **settings):
+    """-> the process, which may have `max_files` open files if that is given, and its port.
+
+    There is no tritonserver, unless a test says where.
+    """
     port, grpc_port, metrics_port = free_ports(3)
     variable = "HEALTH_HTTP_PORT" if module == "gateway.health" else "SERVICE_HTTP_PORT"
     ports = {"SERVICE_GRPC_PORT": str(grpc_port), "SERVICE_HTTP_PORT": "-1", "METRICS_HTTP_PORT": str(metrics_port)}
     settings = {"SERVICE_HOST": "127.0.0.1", "RUN_DIR": "/nonexistent", **ports, **settings}
     settings |= {variable: str(port)}
     command = [sys.executable, "-m", module, *arguments]
+    if max_files:
+        command = ["sh", "-c", f'ulimit -Sn {max_files}; exec "$@"', "sh", *command]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings})
     try:
         yield process, port
@@ -312,9 +317,8 @@ def test_thousands_of_connections_of_one_client_leave_the_health_port_reachable(
     if hard < 2 * count:
         pytest.skip(f"this process may have {hard} files, it needs {2 * count}")
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        with a_process("gateway.health") as (_, port), contextlib.ExitStack() as stack:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (2 * count, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * count, hard))
+        with a_process("gateway.health", max_files=256) as (_, port), contextlib.ExitStack() as stack:
             status_line(port, "/")
             idle = [
                 stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S)) for _ in range(count)
