@@ -32,7 +32,7 @@ define check_venv
   { echo "error: $(VENV) exists and is no virtual environment; name another folder: make VENV=..." >&2; exit 1; }
 endef
 
-.PHONY: demo demo-images demo-gpu install install-cuda test quick coverage test-clients test-gpu image-steps sanitize lint docs wheel bench bench-gpu bench-peers storm soak clean
+.PHONY: demo demo-images demo-gpu install install-cuda test test-all quick coverage test-clients test-gpu image-steps sanitize lint docs wheel bench bench-gpu bench-peers storm soak clean
 
 # pip has one core busy for half a minute, the compiler another. The rest of the ops is compiled by the start.
 demo:  ## starts the server with the bundled model and asks it three questions
@@ -52,17 +52,18 @@ install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batc
 
 # Collecting the tests takes each worker 20 s, so that the quick ones are not a run of their own. `load` hands tests out
 # in their order (tests/conftest.py).
-test: install $(TESTS)  ## all tests, quick ones first
-	$(BIN)/python -m pytest tests/pure tests/engines $(WORKERS) --dist load
-	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines --numprocesses 3 --dist loadfile --no-loadscope-reorder
+test: SELECTED = -m "not thorough"
+test test-all: install $(TESTS)  ## the tests that do not need a GPU, quick ones first; test-all: all of them
+	$(BIN)/python -m pytest tests/pure tests/engines $(SELECTED) $(WORKERS) --dist load
+	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines $(SELECTED) --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Some wait for processes, so that half as many again as there are cores are busy. Python keeps what it has compiled:
 # each of them, and each process that they start, would do it again.
-test coverage quick: export PYTHONDONTWRITEBYTECODE =
+test test-all coverage quick: export PYTHONDONTWRITEBYTECODE =
 # The matrices of the tests are small, and the cores are taken by other workers, so that more threads only wait for them.
-test coverage quick: export OPENBLAS_NUM_THREADS = 1
+test test-all coverage quick: export OPENBLAS_NUM_THREADS = 1
 WORKERS = --numprocesses $$(($$(nproc) * 3 / 2)) --maxprocesses 8
-QUICK = -m "not slow"
+QUICK = -m "not slow and not thorough"
 quick: install $(TESTS)  ## the tests that need no server and take no more than two minutes, on all cores
 	$(BIN)/python -m pytest tests/pure $(QUICK) $(COVERAGE) $(WORKERS) --dist worksteal
 

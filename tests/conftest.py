@@ -2,6 +2,7 @@
 
 import gc
 import signal
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,12 +30,18 @@ def pytest_collection_finish():
     gc.freeze()  # what has been collected lives until the end: each search through it would take half a second
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items):
     """Quick tests come first, then the longest, so that no worker has one of these left when the others are done."""
+    parameters = Counter()
     for item in items:
         folder = Path(item.path).parent.name
         if folder in ("engines", "triton", "cuda"):
             item.add_marker(getattr(pytest.mark, folder))
+        if sampled := item.get_closest_marker("sampled"):
+            if parameters[item.function] % sampled.args[0]:
+                item.add_marker(pytest.mark.thorough)
+            parameters[item.function] += 1
     items.sort(key=lambda item: 1 if "engines" in item.keywords else 2 if "slow" in item.keywords else 0)
 
 

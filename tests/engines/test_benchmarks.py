@@ -9,6 +9,7 @@ import pytest
 from tests.server import ROOT
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -23,11 +23,13 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("model_type", "precision"), PAIRS, ids=lambda each: getattr(each, "stored", each))
 def test_a_family_computes_with_a_precision_on_a_cpu(model_type, precision, exported):
     assert_computes(model_type, precision, exported)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", [name for name in family_checkpoints.ALL if name not in RANKS_DIFFER])
 def test_two_ranks_compute_what_one_does(family, exported):
     assert_two_ranks_agree(family, exported)

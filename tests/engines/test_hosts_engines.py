@@ -134,6 +134,7 @@ def both_running(engines):
         yield client
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("engines", "first"),
     [pytest.param(2, 0, id="one rank each, master first"), pytest.param(4, 1, id="two ranks each, follower first")],
@@ -164,6 +165,7 @@ def test_a_follower_that_is_killed_ends_the_master_and_with_another_one_everythi
         assert answers_of(listeners) == expected
 
 
+@pytest.mark.thorough
 def test_with_an_mtp_layer_everything_goes_on_with_another_follower(tmp_path):
     """The first answers are given without drafts, by engines that know nothing of the layer."""
     checkpoint = make_right(make_mtp_checkpoint(tmp_path / "checkpoint", "glm4_moe"), "glm4_moe")
@@ -197,6 +199,7 @@ def test_a_master_that_is_killed_ends_the_follower_and_everything_goes_on(engine
         assert answers_of(listeners) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_hosts_that_are_idle_notice_the_end_of_the_other(engines, victim):
     with both_running(engines) as client:

@@ -113,6 +113,7 @@ def stop(process):
     wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
 
 
+@pytest.mark.sampled(2)
 @needs_nixl
 @pytest.mark.parametrize(
     "family",

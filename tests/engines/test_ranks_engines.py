@@ -52,6 +52,7 @@ def tokens_of(answers):
     return {index: [token_id for token_id, _ in answer] for index, answer in answers.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_sample_the_tokens_of_one_and_are_batch_invariant(exported, num_ranks):
     requests = random_requests(seed=2)[:8]
@@ -63,6 +64,7 @@ def test_ranks_sample_the_tokens_of_one_and_are_batch_invariant(exported, num_ra
     assert answers_of(graph_dir, requests, max_num_batched_tokens=17, **settings) == together
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
 def test_ranks_with_some_of_the_experts_have_the_answers_of_one_and_are_batch_invariant(exported, family):
     expected = cases(family)
@@ -76,6 +78,7 @@ def test_ranks_with_some_of_the_experts_have_the_answers_of_one_and_are_batch_in
     assert answers_of(graph_dir, requests, max_num_batched_tokens=17, **settings) == together
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
 def test_experts_that_are_placed_by_their_usage_give_the_answers_of_one_rank(exported, family, tmp_path, monkeypatch):
     """The usage is that of the first answers. The counts are those of the same experts in both cases. The router of
@@ -102,6 +105,7 @@ def test_experts_that_are_placed_by_their_usage_give_the_answers_of_one_rank(exp
     assert loads[1] < loads[0] or family == "deepseek_v2"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("quant_type", ["weight_only_int4", "weight_only_fp8", "a8w8"])
 def test_packed_matrices_of_some_of_the_experts_give_the_answers_of_those_that_are_not_packed(exported, quant_type):
     options = {"dtype": "bfloat16", "quant_type": quant_type, "num_ranks": 2, "expert_parallel": True}
@@ -111,6 +115,7 @@ def test_packed_matrices_of_some_of_the_experts_give_the_answers_of_those_that_a
     assert tokens_of(answers_of(graph_dir, [request], mp_num=2, cpu_threads=1)) == {0: expected}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "num_ranks"), [("llama3", 2), ("qwen2_untied", 4)])
 def test_ranks_have_their_shares_of_adapters(exported, checkpoint, tmp_path, family, num_ranks):
     """The cases have heads that several ranks hold, and matrices that cannot be shared evenly. An adapter that one rank
@@ -161,6 +166,7 @@ def test_a_rank_that_cannot_start_ends_the_group_and_says_which(exported, tmp_pa
     assert f"rank 1: {program} is cut off or not JSON" in done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_rank_that_dies_takes_its_group_with_it(exported, number):
     """A rank dies in the middle of a step or idle. The process of the first rank ends, and with it all others."""
@@ -178,6 +184,7 @@ def test_a_rank_that_dies_takes_its_group_with_it(exported, number):
         first.communicate()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_running", [True, False])
 def test_in_somebody_elses_process_a_rank_that_dies_is_an_exception(exported, is_running):
     """A rank dies in the middle of a step or idle. The other ranks end, and a new group can be started."""
@@ -205,6 +212,7 @@ def test_in_somebody_elses_process_a_rank_that_dies_is_an_exception(exported, is
     assert answers_of(graph_dir, requests, mp_num=4, cpu_threads=1) == expected
 
 
+@pytest.mark.thorough
 def test_answers_with_drafts_go_on_after_the_end_of_a_rank(tmp_path):
     """The engine's process ends with the rank. Another one, as the supervisor starts it, continues the answers, whose
     log-probabilities are those without drafts to the last bit."""

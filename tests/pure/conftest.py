@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.ops.cpu import group
 from engine.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import write_tokenizer
 from tests.checkpoints import make_checkpoint
@@ -15,6 +16,13 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(directory)
     return Tokenizer.load(directory)
+
+
+@pytest.fixture(autouse=True)
+def group_ends_with_its_test():
+    """End the group of ranks of a test that fails before it closes its executor; the next test could join none."""
+    yield
+    group.leave()
 
 
 @pytest.fixture

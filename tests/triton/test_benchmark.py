@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.thorough
 def test_the_benchmark_measures_the_engine_and_the_server_and_ends_with_one_line_of_json(tmp_path):
     options = ["--shape", "tiny", "--cases", "2x8x4", "--streams", "2", "--repeats", "1", "--work-dir", tmp_path]
     command = [sys.executable, "-m", "benchmarks.bench", *options]

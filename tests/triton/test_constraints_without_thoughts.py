@@ -35,6 +35,7 @@ def answer_of(client, stream, **fields):
     return *texts, "".join(calls)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("enable_thinking", [None, True, False])
 @pytest.mark.parametrize("name", ASKED)

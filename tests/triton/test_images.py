@@ -83,6 +83,7 @@ def native(server, messages, **more):
     return asked(server, "/v1/chat/completions", body)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHATS)
 def test_every_protocol_gives_the_answer_of_the_offline_engine(server, client, checkpoint, expected, name):
     chat, answer = CHATS[name], expected[name]
@@ -130,6 +131,7 @@ def test_a_second_question_about_an_image_finds_it_in_the_prefix_cache(server):
     assert metric(server, "llm_image_encoding_seconds_total") > 0
 
 
+@pytest.mark.sampled(2)
 def test_an_answer_goes_on_when_the_engine_dies(server, expected):
     long = {"max_dec_len": 150, "n": 2, "temperature": 0.8, "infer_seed": 5, "logprobs": 1}
     expected_ids, killed = ends(streamed(server, CHATS["two"], **long)), []

@@ -169,6 +169,7 @@ def test_both_are_ready_and_only_the_master_answers(running, expected):
     assert follower.call(f"{follower.server.health_url}/v2/health/live")[0] == 200
 
 
+@pytest.mark.thorough
 def test_a_host_that_dies_and_comes_back_is_a_pause(running, expected):
     master, follower = running
 

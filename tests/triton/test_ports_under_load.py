@@ -85,6 +85,7 @@ def many_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("over", ["HTTP", "gRPC"])
 def test_a_burst_on_a_cold_server_is_served_to_the_last_stream(tmp_path, many_files, over):
     bodies = [{"req_id": str(n), "text": f"Say {n}.", "max_dec_len": 4, "stream": True} for n in range(NUM_STREAMS)]

@@ -111,6 +111,7 @@ def server(tmp_path_factory, request):
         yield running
 
 
+@pytest.mark.sampled(2)
 @on(one_rank, two_ranks)
 def test_under_load_the_model_changes_and_every_answer_is_the_old_ones_or_the_new_ones(server, tmp_path):
     old = answers_of(server)
@@ -131,6 +132,7 @@ def test_under_load_the_model_changes_and_every_answer_is_the_old_ones_or_the_ne
     assert {name for name in pids[0] if pids[0][name] == pids[1][name]} == {"gateway-0", "health"}
 
 
+@pytest.mark.thorough
 @on(one_rank)
 def test_a_model_that_does_not_become_ready_leaves_the_one_before(server, tmp_path):
     """Exported, so that it is found out by the engine alone."""

@@ -138,6 +138,7 @@ def test_embeddings_and_a_search_are_the_same_over_grpc(server, client):
     np.testing.assert_allclose(reported, embedding, rtol=0, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_model_that_was_made_to_write_scores_by_two_of_its_tokens_when_the_server_is_started_so(client, tmp_path):
     """vLLM serves Qwen3-Reranker like this: the score is the share of the second token if the next one is one of
     both.

@@ -63,6 +63,7 @@ def test_two_ranks_answer(server):
     assert "Paris" in answer["result"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_a_rank_that_fails_costs_a_pause_and_not_a_token(server, undisturbed, number):
     """A rank that dies takes its group down at once; one that hangs is noticed after CHECK_HEALTH_INTERVAL."""
@@ -78,6 +79,7 @@ def test_a_rank_that_fails_costs_a_pause_and_not_a_token(server, undisturbed, nu
     wait_until_idle(server)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_stopped_while_nothing_runs_is_noticed(server, undisturbed):
     """The supervisor notices it, because the engine would only do so when it has something to compute."""
     restarts, rank = facts(server)["num_restarts"], rank_pid(server)

@@ -46,6 +46,7 @@ def a_prompt(seed):
     return " ".join(rng.choice(WORDS) for _ in range(1000))
 
 
+@pytest.mark.thorough
 def test_running_requests_move_to_the_other_server_when_theirs_is_stopped(servers):
     front, other = servers
     for each in servers:  # so that both know how long a token takes

@@ -64,6 +64,7 @@ def wait_for(server, phase, num_processes=0):
     return wait_until(found, lambda: output_of(server))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", [(), ("--foreground",)])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_during_the_start_leaves_nothing(server, number, status, how):

@@ -101,6 +101,7 @@ def test_a_killed_supervisor_cuts_no_stream_and_the_next_start_takes_all_over(se
     assert is_clean(server, state)
 
 
+@pytest.mark.thorough
 def test_a_start_with_other_settings_or_a_stop_ends_what_a_killed_supervisor_has_left(server):
     assert server.command("start_server").returncode == 0
     before = state_of(server)
@@ -156,6 +157,7 @@ def expected(running):
     return Stream(running).answer()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("victim", "number"),
     [*[(name, signal.SIGKILL) for name in ("engine", "stub", "tritonserver")], ("stub", signal.SIGSTOP)],

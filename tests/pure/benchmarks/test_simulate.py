@@ -77,6 +77,7 @@ def test_no_request_is_lost_when_replicas_fail_and_their_answers_continue_at_oth
     assert 0.3 < result.hit_rate < simulate(Cluster(3, TIMES), traffic, 1).hit_rate
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_front_ends_that_do_not_know_of_each_others_last_requests_spread_the_load():
     cluster = Cluster(3, DEMO_MODEL, are_front_ends=True, num_clients=12)
@@ -144,6 +145,7 @@ def test_the_tokens_of_a_prompt_are_those_of_its_messages_and_the_header_of_the_
         assert len(token_ids(messages)) == sum(map(num_tokens_of, messages)) + header
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", (20, 100))
 def test_the_coarse_simulation_agrees_with_that_of_every_step(rate):

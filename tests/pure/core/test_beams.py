@@ -41,6 +41,7 @@ def answers_of(token_ids, name, count):
     return [list(token_ids[f"{name}.{n}"]) for n in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_answers_are_those_of_transformers(family, exported):
     """All searches run at once, with their prompts in chunks, next to sampled answers."""

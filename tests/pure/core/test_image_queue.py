@@ -153,6 +153,7 @@ def test_a_dropped_request_lets_the_next_image_begin():
     assert run(loop) == [] and loop.is_idle
 
 
+@pytest.mark.slow
 def test_long_waits_for_images_end_at_a_number_of_requests():
     loop, encoder = a_loop(max_cached_task_num=2000)
     for number in range(300):

@@ -210,6 +210,7 @@ def live(world, drops):
     world.check_end()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["one token", "drafts", "ahead", "drafts ahead"])
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("block_ratio", [0.01, 0.3, 0.99, 1])
@@ -240,6 +241,7 @@ def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, how):
 WINDOW = CacheGroup(SLIDING_WINDOW, 7)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["one token", "drafts", "ahead", "drafts ahead"])
 @pytest.mark.parametrize(
     "groups",
@@ -271,6 +273,7 @@ def test_every_request_ends_once_with_its_own_tokens_whatever_the_cache_groups(g
     assert (num_accepted > 0) == ("drafts" in how)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["one token", "drafts", "ahead", "drafts ahead"])
 @pytest.mark.parametrize(
     "groups",

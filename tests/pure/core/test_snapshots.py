@@ -74,6 +74,7 @@ def test_a_second_prompt_finds_what_an_attention_only_model_finds(chats):
     assert [each // BLOCK_SIZE * BLOCK_SIZE for each in actual] == expected
 
 
+@pytest.mark.slow
 def test_it_finds_at_most_the_last_block_less_whatever_the_length_of_the_system_prompt():
     """The beginning of the next message is equal, too, and may end in another block than the system prompt."""
     less = {}

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from download_model import download
 from tests.pure.download.models import CHECKPOINT, NAME, STATIC, files_in, weights_url
 from tests.pure.model_server import Fault
@@ -18,6 +20,7 @@ def run_command(*args: str, **settings: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_the_command_downloads_from_the_hub(server, hub, tmp_path):
     ran = run_command("-m", NAME, "-d", str(tmp_path / "models"), HF_ENDPOINT=server.url)
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -37,6 +40,7 @@ def test_a_failed_command_says_why_in_one_line_and_is_not_zero(server, mirror, t
     assert ran.stderr == "download_model.py: rank_0/model.pdiparams: HTTP 404 Not Found\n"
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_ends_at_once_and_goes_on_the_next_time(server, mirror, tmp_path):
     server.faults[weights_url()] = [Fault(cut_after=100_000), Fault(is_silent=True)]
     command = [sys.executable, str(ROOT / "download_model.py"), "-m", NAME, "-d", str(tmp_path)]

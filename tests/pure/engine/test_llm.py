@@ -256,6 +256,7 @@ def test_a_directory_without_a_tokenizer_is_refused(llm, tmp_path):
         LLM(tmp_path / "empty")
 
 
+@pytest.mark.slow
 def test_the_offline_engine_needs_no_sockets():
     code = "import sys, engine.llm; sys.exit('zmq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
@@ -294,6 +295,7 @@ def test_a_fork_may_not_use_the_llm_of_its_parent_which_goes_on(llm):
     assert [answer.text for answer in llm.generate("a", GREEDY, progress=False)] == ["bcd"]
 
 
+@pytest.mark.slow
 def test_a_prompt_whose_grammar_cannot_be_compiled_is_refused_and_the_next_call_works(llm):
     with pytest.raises(InvalidRequest, match="^prompt 1: The `guided_regex` cannot be compiled"):
         llm.generate(["a", {"text": "b", "guided_regex": "(", **GREEDY}], GREEDY, progress=False)

@@ -60,6 +60,7 @@ def a_submission(epoch, request_id, max_new_tokens=500):
     return messages.SUBMIT, epoch, [5], [[request_id, sampling, []]], False, "", ("", 0), [], ""
 
 
+@pytest.mark.slow
 def test_a_silent_client_loses_its_requests_and_is_notified_if_it_was_only_slow(monkeypatch):
     with (
         connected(SlowExecutor(3000, 4, 0.001)) as (server, client),
@@ -184,6 +185,7 @@ def oddly(rng, value):
     return changed
 
 
+@pytest.mark.slow
 def test_no_message_however_odd_ends_the_engine_or_harms_another_request(exported):
     """Thousands of nearly correct messages are sent to an engine with a real model."""
     config = Config(block_bs=8, batch_size=4, cpu_threads=1)
@@ -347,6 +349,7 @@ def start():
         engine.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "variables"),
     [(signal.SIGTERM, {"MODEL_DIR": "/graph"}), (signal.SIGINT, {"MODEL_DIR": "/model", "GRAPH_DIR": "/graph"})],
@@ -386,6 +389,7 @@ def test_the_usage_of_experts_is_written_at_the_end(exported, tmp_path):
     assert len(counts) == 2  # the layer between them has an MLP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -405,6 +409,7 @@ def test_a_wrong_setting_ends_the_process_with_one_sentence(start, variables, me
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_model_ends_the_process_with_one_sentence(tmp_path):
     environ = {**os.environ, "MODEL_DIR": str(tmp_path), "RUN_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "engine.process"]

@@ -131,6 +131,7 @@ def test_the_engine_says_when_a_request_began():
     assert before <= began_at == attributes["a"].began_at < attributes["b"].began_at <= time.time()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "away"])
 def test_a_collector_that_is_slow_or_away_delays_no_request(is_silent, monkeypatch, caplog):
     """A full queue drops spans, and the log mentions it once."""

@@ -75,6 +75,8 @@ def alone(graph_dir):
 BASE = Config(max_dec_len=64, batch_size=NUM_REQUESTS, max_num_batched_tokens=64)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "num_blocks", "preempts"),
     [
@@ -93,6 +95,7 @@ def test_thirty_two_requests_together_answer_as_one_by_one(graph_dir, alone, set
     assert (loop.stats()["num_preemptions"] > 0) == preempts
 
 
+@pytest.mark.slow
 def test_a_warm_prefix_cache_changes_no_bit(graph_dir, alone):
     config = replace(BASE, block_bs=8)
     answers, loop = run(an_executor(graph_dir, config), config, random_requests(seed=1), times=2)
@@ -114,6 +117,7 @@ def test_preemption_chunks_and_a_warm_prefix_cache_change_no_bit_with_an_int8_ca
         assert stats["num_preemptions"] > 0 if num_blocks == 24 else stats["num_cached_tokens"] > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_tokens_that_are_tried_ahead_change_no_bit(graph_dir, alone, method):
     config = replace(BASE, block_bs=4, speculate_method=method, speculate_max_ngram_size=2, block_ratio=0.9)

@@ -101,6 +101,8 @@ PAYING = [
 ]
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "device"), PAYING)
 def test_the_best_number_of_drafts_is_found(num_rows, device):
     rates = device.rates(num_rows, BALANCED)
@@ -133,6 +135,7 @@ def test_looking_for_a_gain_costs_at_most_one_percent_where_there_is_none(num_ro
     assert rate(steps) > 0.99 * rates[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "device"),
     [(1, Device(4.0, 4.9, 0.02, 0.3, 0.33)), (16, Device(4.4, 4.9, 0.01, 0.3, 0.3))],

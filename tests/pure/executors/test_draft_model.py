@@ -90,6 +90,8 @@ def graph_dirs(checkpoints, tmp_path_factory):
     return made
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -86,6 +86,7 @@ def test_few_drafts_are_verified_if_only_the_first_are_right():
     assert num_tokens / total_s > 1.2 / 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "share_right", "costs"),
     [

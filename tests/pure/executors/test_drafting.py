@@ -163,6 +163,7 @@ class Watched(SpeculativeExecutor):
         return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_steps_with_drafts_overlap_on_the_cpu_and_change_no_bit(exported, num_ranks):
     config = Config(

@@ -40,6 +40,8 @@ def graph_dir(tmp_path_factory):
     return exported
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", LAYER_IDS)
 def test_drafts_behind_a_prompt_are_those_of_the_reference(family, num_ranks, graph_dir):
@@ -47,6 +49,8 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(family, num_ranks, gr
     check_drafts(exported, replace(DRAFTING, mp_num=num_ranks), GOLDEN / f"{family}.npz", np.load(exported / FILE))
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -62,6 +66,7 @@ def test_answers_with_a_head_are_those_without(case, graph_dir):
     check_layer_answers(graph_dir, case, DRAFTING)
 
 
+@pytest.mark.slow
 def test_the_export_for_the_settings_has_the_head_and_changes_with_it(tmp_path):
     model = make_model(tmp_path / "model", "llama")
     head = make_head(tmp_path / "head", "llama", model)
@@ -77,6 +82,7 @@ def test_the_export_for_the_settings_has_the_head_and_changes_with_it(tmp_path):
         make_executor(export_cached(model, tmp_path / "cache", replace(options, eagle3="")), config)
 
 
+@pytest.mark.slow
 def test_layers_of_sglangs_key_are_those_before(graph_dir, tmp_path):
     model = make_model(tmp_path / "model", "llama")
     outputs = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYER_IDS["llama"]]}

@@ -44,6 +44,7 @@ def test_loads_of_a_skewed_router_are_nearly_equal(num_ranks):
     assert max(loads) < 1.06 * np.mean(loads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -98,6 +99,7 @@ def write_usage(directory, graph_dir, counts_of):
     return path
 
 
+@pytest.mark.slow
 def test_orders_are_those_of_the_model_in_the_run_directory(exported, tmp_path, caplog):
     graph_dir = exported("qwen3_moe", block_size=16, num_ranks=2, expert_parallel=True)
     config = Config(run_dir=str(tmp_path), mp_num=2)

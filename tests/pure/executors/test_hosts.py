@@ -132,6 +132,7 @@ def test_an_address_that_is_none_of_the_hosts_is_not_listened_to():
     speak([two.follower(1).result(PATIENCE_S)[1], master.result(PATIENCE_S)[1]])
 
 
+@pytest.mark.slow
 def test_a_host_that_says_nothing_holds_up_the_others_for_a_bounded_time(monkeypatch):
     monkeypatch.setattr(rendezvous, "HELLO_S", 1)
     two = Hosts(2)
@@ -181,6 +182,7 @@ def test_a_host_that_calls_again_takes_the_place_of_its_earlier_call():
         speak([each.result(PATIENCE_S)[1] for each in (master, *followers)])
 
 
+@pytest.mark.slow
 def test_a_connection_of_an_earlier_rendezvous_is_not_taken(monkeypatch):
     monkeypatch.setattr(rendezvous, "MEET_S", 1.0)
     two = Hosts(2)

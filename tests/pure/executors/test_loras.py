@@ -62,6 +62,7 @@ def adapter(tmp_path_factory, checkpoint):
 # --- the answers ---
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_answers_as_the_checkpoint_that_it_was_merged_into(family, adapter, checkpoint, exported, tmp_path):
     """The adapters have all matrices, with a rank that is no power of two, or some of them, scaled by the root of the

@@ -60,6 +60,8 @@ def log_softmax(logits):
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "family", [family if family in LAYOUTS else pytest.param(family, marks=pytest.mark.slow) for family in NAMES]
@@ -100,6 +102,8 @@ def check_drafts(exported: Path, config: Config, golden: Path, draft_ids: np.nda
     drafting.close()
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -137,6 +141,7 @@ def check_layer_answers(graph_dir, case, drafting):
     assert stats[f"num_drafted_tokens/{drafting.speculate_method}/1"] > 0
 
 
+@pytest.mark.slow
 def test_the_executor_of_the_settings_drafts(graph_dir):
     answers = {}
     for config in (BASE, DRAFTING):
@@ -181,6 +186,7 @@ def test_prompts_are_not_read_while_reading_costs_more_than_drafts_save(graph_di
     drafting.close()
 
 
+@pytest.mark.slow
 def test_tables_are_shared_with_the_model_unless_the_layer_has_its_own(graph_dir, tmp_path):
     model = Manifest.read(graph_dir("glm4_moe"))
     executor = make_executor(graph_dir("glm4_moe"), BASE)

@@ -66,6 +66,7 @@ def expected(models, requests):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "num_ranks"), [("spans", 1), ("mrope", 1), ("spans", 2), ("mrope", 2)])
 def test_spans_answer_as_ordinary_tokens(models, requests, expected, kind, num_ranks):
     """The prompts run in one chunk, in chunks of 24 tokens across the borders of spans, again from the prefix cache,

@@ -61,6 +61,7 @@ def test_a_classifier_scores_as_transformers_does_and_writes_no_answer(tmp_path)
     llm.close()
 
 
+@pytest.mark.slow
 def test_two_tokens_of_which_one_agrees_score_with_a_model_that_was_made_to_write(tmp_path):
     """vLLM scores like this with Qwen3-Reranker: the probability of the second token if the next token is one of
     both.

@@ -46,6 +46,7 @@ def test_blocks_have_the_values_that_the_gguf_package_reads(kind):
     np.testing.assert_array_equal(tensor[1:4, 3:30], wanted[1:4, 3:30])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MODELS)
 def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_from(family, tmp_path):
     arch, make, overrides = MODELS[family]
@@ -84,6 +85,7 @@ def random_blocks(kind, shape, seed):
     return raw, GgufCodes("", kind, raw, shape)[:]
 
 
+@pytest.mark.slow
 def test_quantized_matrices_keep_their_codes_or_are_requantized_and_reported(tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
     plain, kinds = checkpoints.make_checkpoint(tmp_path / "plain", "qwen3", **sizes), {k.name: k for k in QUANTIZED}
@@ -109,6 +111,7 @@ def test_quantized_matrices_keep_their_codes_or_are_requantized_and_reported(tmp
     assert "3 matrices: Q8_0, requantized as weight_only_int8" in messages
 
 
+@pytest.mark.slow
 def test_experts_keep_their_codes_and_a_stack_has_one_format(tmp_path):
     """The file mixes types as files of the kind Q4_K_M do."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 12, "mlp_only_layers": []}

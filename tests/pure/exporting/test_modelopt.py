@@ -121,6 +121,7 @@ def described(request, tmp_path_factory):
     return describe(checkpoint, config), plain, request.param
 
 
+@pytest.mark.sampled(2)
 def test_the_numbers_are_those_that_modelopt_means(described, tmp_path):
     checkpoint, plain, algorithm = described
     messages = []

@@ -28,6 +28,7 @@ def params_of(source, out, num_ranks=1, **options):
     return [load(out, rank)[1] for rank in range(num_ranks)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "given", "files", "options"),
     [
@@ -52,6 +53,7 @@ def test_every_number_of_the_checkpoint_is_found_again(family, given, files, opt
             np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_mtp_layer_of_ernie_is_found_again(tmp_path):
     checkpoint = make_mtp_checkpoint(tmp_path / "checkpoint", "ernie4_5_moe")
     in_paddle = make_paddle_checkpoint(checkpoint, tmp_path / "paddle")
@@ -96,6 +98,7 @@ def quantized(tmp_path_factory):
     return coded, plain
 
 
+@pytest.mark.slow
 def test_matrices_that_fastdeploy_has_quantized_keep_their_numbers(quantized, tmp_path):
     coded, plain = quantized
     [found], [wanted] = params_of(coded, tmp_path / "found"), params_of(plain, tmp_path / "wanted", dtype="float32")
@@ -112,6 +115,7 @@ def test_matrices_that_fastdeploy_has_quantized_keep_their_numbers(quantized, tm
     assert sum(name in wanted for name in kinds) >= 8
 
 
+@pytest.mark.slow
 def test_ranks_share_matrices_that_fastdeploy_has_quantized(quantized, tmp_path):
     assert len(params_of(quantized[0], tmp_path / "out", num_ranks=2)) == 2
 

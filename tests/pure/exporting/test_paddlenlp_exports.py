@@ -61,6 +61,7 @@ def numbers_of(params, name):
     return codes * scale[:, None] if codes.dtype == np.int8 else from_bf16(int4_values(codes, scale))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "theirs", "ours", "how"),
     [
@@ -81,6 +82,7 @@ def test_every_number_of_the_checkpoint_is_found_again(family, theirs, ours, how
             np.testing.assert_array_equal(of_rank[name], array, err_msg=name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("quant", "theirs", "ours", "how"),
     [

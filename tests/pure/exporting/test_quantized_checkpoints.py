@@ -54,6 +54,7 @@ def numbers_of(params: dict[str, np.ndarray], name: str) -> np.ndarray:
     return from_bf16(int4_values(codes, scale, params.get(f"{name}_zero")))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "family"),
     [*((kind, num_ranks, "qwen2") for kind in KINDS for num_ranks in (1, 2)), ("gptq with zeros", 2, "ernie4_5")],
@@ -283,6 +284,7 @@ def test_codes_of_another_size_are_refused(tmp_path):
         export(quantized, tmp_path / "out", ExportOptions())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", FP8_KINDS)
 def test_floats_of_eight_bits_are_the_numbers_that_they_stand_for(kind, tmp_path):
     """Stored as bfloat16 unless less is asked for: nothing is lost but what that rounds."""
@@ -296,6 +298,7 @@ def test_floats_of_eight_bits_are_the_numbers_that_they_stand_for(kind, tmp_path
                 np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", FP8_KINDS)
 def test_floats_of_eight_bits_can_stay_what_they_are(kind, tmp_path):
     """The exception is a matrix of which the checkpoint has a part in another format."""

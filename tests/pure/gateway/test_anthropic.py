@@ -44,6 +44,7 @@ def sent(settings=None, **fields):
     return body
 
 
+@pytest.mark.slow
 def test_an_answer_has_its_words_and_what_it_took():
     message = ask(FakeBackend("Sun", "ny."))
     assert [(block.type, block.text) for block in message.content] == [("text", "Sunny.")]

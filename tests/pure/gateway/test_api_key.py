@@ -88,6 +88,7 @@ def test_the_demo_prints_a_stop_command_that_names_the_folder_of_its_server():
     assert f"Stop it: RUN_DIR=/run/mine {demo.command('stop_server')}" in demo.how_to_go_on(state, Path("/run/mine"))
 
 
+@pytest.mark.slow
 def test_a_worker_takes_the_key_from_its_environment(monkeypatch):
     monkeypatch.setenv("API_KEY", KEY)
     seen = []

@@ -61,6 +61,7 @@ def check(answer, shapes=({"error"}, {"error_msg", "error_code", "is_end"})):
         assert any(shape <= set(reported) for shape in shapes), reported
 
 
+@pytest.mark.slow
 @examples(80)
 @given(path=st.sampled_from(PATHS), payload=payloads, headers=headers)
 @example(
@@ -70,6 +71,7 @@ def test_any_body_with_any_headers(gateway, path, payload, headers):
     check(gateway.send("POST", path, payload, headers))
 
 
+@pytest.mark.slow
 @examples(40)
 @given(path=st.sampled_from(QUESTIONS), payload=payloads, headers=headers)
 def test_any_question(gateway, path, payload, headers):

@@ -94,6 +94,7 @@ def test_a_huge_body_is_refused_by_its_length_before_it_is_sent(gateway):
         assert "limit of 250000 bytes" in json.loads(response.read())["error_msg"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "dialects"), [(CHAT, {"error", "error_msg"}), (CHAT + "/completions", {"error"})])
 @pytest.mark.parametrize(
     "body",

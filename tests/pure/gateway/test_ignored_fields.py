@@ -85,6 +85,7 @@ def is_refused(gateway, path, body, name):
     return any(gateway.send("POST", path, {**body, name: value})[0] == 400 for value in VALUES)
 
 
+@pytest.mark.slow
 def test_every_field_without_effect_is_listed_with_its_reason(without_effect):
     assert set().union(*without_effect.values()) == set(NAMES)
     assert len(NAMES) == len(set(NAMES))

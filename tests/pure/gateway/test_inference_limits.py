@@ -19,6 +19,7 @@ from tests.patience import PATIENCE_S
 from tests.pure.inference_fake import NEVER, WAIT, FakeTriton, a_client, a_request, answers, run, serving, text_of
 
 
+@pytest.mark.slow
 def test_a_slow_reader_holds_tritonserver_back_and_loses_nothing(tmp_path):
     """32 MB of answers: for the one who reads nothing some windows' worth is made at most."""
 
@@ -96,6 +97,7 @@ def test_large_requests_without_a_first_answer_are_limited_and_small_ones_are_no
     run(scenario())
 
 
+@pytest.mark.slow
 @NEEDS_SOCK_DIAG
 @pytest.mark.parametrize(
     "method",
@@ -153,6 +155,7 @@ def test_there_are_so_many_streams_at_once_and_one_that_ends_makes_room(tmp_path
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_message_that_has_come_is_not_refused_for_those_that_have_not(tmp_path):
     """It waits for its turn to be read and ends exactly once."""
 

@@ -70,6 +70,7 @@ def test_unknown_fields_are_not_forwarded():
     assert unknown not in rewritten(request, checked_payload(request))
 
 
+@pytest.mark.slow
 @examples(200)
 @given(message=odd_messages() | st.binary())
 def test_what_is_odd_is_refused_or_comes_to_tritonserver_as_nothing_but_its_text(message):

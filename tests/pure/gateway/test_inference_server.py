@@ -368,6 +368,7 @@ def test_a_stop_does_not_wait_for_idle_streams(tmp_path):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_hundred_clients_that_leave(tmp_path):
     async def scenario():
         triton = FakeTriton(NEVER)

@@ -273,6 +273,7 @@ def status_line(port, path):
     raise TimeoutError(path)
 
 
+@pytest.mark.slow
 def test_a_worker_serves_until_sigterm_and_exits_with_0():
     with a_process("gateway", "--index", "3") as (process, port):
         assert f"worker 3 gateway: listening on 127.0.0.1:{port}" in process.stderr.readline()
@@ -281,6 +282,7 @@ def test_a_worker_serves_until_sigterm_and_exits_with_0():
         assert process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_the_health_port_is_a_process_that_exits_with_0_on_sigterm():
     with a_process("gateway.health") as (process, port):
         assert status_line(port, "/v2/health/live") == b"HTTP/1.1 503 Service Unavailable"
@@ -300,6 +302,7 @@ watchdog.MAX_BUSY_S, watchdog.end_when_hung = 1, watched_and_hung
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["gateway", "gateway.health"])
 def test_a_process_whose_loop_hangs_says_where_and_ends(module, tmp_path):
@@ -337,6 +340,7 @@ class AliveServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ServerLiveResponse(live=True)
 
 
+@pytest.mark.slow
 def test_the_health_port_is_live_once_tritonserver_and_the_ports_for_clients_are(tmp_path):
     grpc_port, http_port = free_ports(2)
     config = Config(run_dir=str(tmp_path))
@@ -356,6 +360,7 @@ def test_the_health_port_is_live_once_tritonserver_and_the_ports_for_clients_are
     server.stop(None).wait()
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_listen_says_why():
     with a_process("gateway", SERVICE_HOST="192.0.2.1") as (process, _):
         _, log = process.communicate(timeout=PATIENCE_S)
@@ -363,6 +368,7 @@ def test_a_worker_that_cannot_listen_says_why():
     assert "cannot serve on 192.0.2.1" in log.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["gateway", "gateway.health"])
 def test_a_wrong_setting_ends_a_process_with_one_sentence(module):
     with a_process(module, MAX_BODY_BYTES="many") as (process, _):

@@ -91,6 +91,7 @@ def test_all_names_of_the_model_are_listed_and_requested_and_the_first_one_answe
         assert (status, answer["error"]["message"]) == (400, 'The `lora_name` "org/other" is the model\'s own')
 
 
+@pytest.mark.slow
 def test_a_list_of_models_waits_for_a_model_server_that_has_died_rather_than_to_lack_its_adapters(monkeypatch):
     monkeypatch.setattr(retry, "CHECK_EVERY_S", 0.01)
     back, gone = ModelState(ready=True, loras=["one"]), ModelUnreachable("model server unreachable")

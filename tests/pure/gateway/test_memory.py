@@ -146,6 +146,7 @@ def test_heads_that_never_end_are_cut_when_they_are_too_much_and_others_are_serv
             assert idle.getresponse().read()
 
 
+@pytest.mark.slow
 def test_what_a_connection_has_asked_before_is_no_part_of_its_next_head(monkeypatch):
     monkeypatch.setattr(app.BodyMemoryBudget, "for_worker", lambda config: BodyMemoryBudget(1 << 20))
     with running(FakeBackend("a")) as gateway, contextlib.ExitStack() as stack:

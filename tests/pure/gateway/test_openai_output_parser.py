@@ -172,6 +172,7 @@ def test_deepseeks_calls_that_must_be_are_written_as_its_models_write_them():
     assert written == [deepseek("f"), f"\n{deepseek('f')}", NEWER_DEEPSEEK]
 
 
+@pytest.mark.slow
 def test_a_name_that_is_nested_deeply_is_no_call():
     text = '<tool_call>{"name": ' + "[" * 100_000 + "]" * 100_000 + "}</tool_call>"
     assert read(text, calls=HERMES) == (text, "", [])

@@ -83,6 +83,7 @@ def test_every_status_of_an_error_is_in_it(document):
     assert set(document["paths"][CHAT]["post"]["responses"]) == codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong_key", [False, True])
 def test_answers_and_errors_are_of_the_shapes_that_it_says(document, wrong_key):
     headers = {"Authorization": "Bearer wrong"} if wrong_key else {}
@@ -113,6 +114,7 @@ def test_the_examples_are_requests_of_their_schemas(document):
             is_valid(document, document["components"]["schemas"][name], example["value"])
 
 
+@pytest.mark.slow
 def test_it_is_an_openapi_document(document):
     from schemathesis.openapi import from_dict
 

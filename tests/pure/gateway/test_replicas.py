@@ -552,6 +552,7 @@ def test_a_forwarded_request_is_answered_by_the_model_of_the_worker(tmp_path):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_the_prompt_of_a_forwarded_request_waits_until_its_first_answer_on_a_shared_stream(tmp_path):
     async def scenario():
         triton = FakeTriton(a_delta("a", 0), NEVER)

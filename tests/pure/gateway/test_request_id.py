@@ -73,6 +73,7 @@ def test_the_header_wins_over_the_request_id_of_the_body():
         assert asked(gateway, "/v1/chat/completions", body, "header")[0] == "header"
 
 
+@pytest.mark.slow
 def test_clients_know_the_id_of_answers_and_errors(caplog):
     import anthropic  # late, as it takes a second of every test worker
 

@@ -34,6 +34,7 @@ def sent(**fields):
     return body
 
 
+@pytest.mark.slow
 def test_an_answer_has_its_words_and_what_it_took():
     response = ask(FakeBackend("Sun", "ny."), instructions="Be short.", metadata={"a": "b"}, max_output_tokens=9)
     assert (response.output_text, response.status, response.error) == ("Sunny.", "completed", None)
@@ -70,6 +71,7 @@ def test_thoughts_and_calls_are_items_of_their_own():
     ]
 
 
+@pytest.mark.slow
 def test_a_stream_grows_into_the_answer_in_one_piece():
     """Each event extends what the previous ones have begun, in the order that the client's own helper requires."""
     script = [*THINKS[:2], *CALLS]

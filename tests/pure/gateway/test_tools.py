@@ -148,6 +148,7 @@ def test_a_call_that_must_be_is_one_whatever_the_model_thinks(tokenizer, name, c
     assert names == ({"weather", "time"} if choice == "required" else {"weather"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_that_must_be_is_the_only_one_if_they_shall_not_be_parallel(tokenizer, name):
     backend = FakeBackend("{}")
@@ -174,6 +175,7 @@ def tokenizer_and_grammars(tmp_path_factory):
         yield Tokenizer.load(folder), grammars
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_schema_of_the_text_leaves_room_for_calls(tokenizer_and_grammars, name):
     """Agents send tools and the format of their last answer with every request."""

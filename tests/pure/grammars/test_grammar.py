@@ -30,6 +30,7 @@ def guided(tokenizer):
     return Guided(tokenizer)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "first"), [("none", 0), ("ngram", 100)])
 def test_every_answer_to_a_hundred_schemas_is_valid(tokenizer, method, first):
@@ -56,6 +57,7 @@ def test_whitespace_between_parts_of_json_has_an_end(guided, tokenizer):
     assert texts == {"[ ]", "[\n" + " " * 24 + "]"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regex", [r"[a-f]{3}-\d+", r"^(ab|c/d)+$", r"(\w+ ){2}\w{1,3}", "é|ü|😀{2}"])
 def test_an_answer_to_a_regular_expression_matches_it(guided, regex):
     for seed in range(5):
@@ -80,6 +82,8 @@ def may_begin(guided, request, token_ids):
         return False
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alphabet", "length"),
     [
@@ -196,6 +200,7 @@ def test_an_answer_without_reasoning_follows_its_grammar_from_the_first_token_on
         assert re.fullmatch(rf"(?s:<.*?>)[ \n]{{0,4}}({pattern})", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["none", "ngram"])
 def test_a_thought_ends_when_its_tokens_are_spent(tokenizer, method):
     """ "<" begins it, ">" ends it; the model would never do so."""
@@ -262,6 +267,7 @@ def test_what_is_forced_is_what_would_be_chosen_anyway(tokenizer, monkeypatch):
     assert 0 < stats["num_accepted_tokens"] < stats["num_drafted_tokens"]
 
 
+@pytest.mark.slow
 def test_an_answer_goes_on_from_its_tokens_at_any_place(guided):
     """This happens after a crash, or with `answer_ids`."""
     guided.run(a_request("whole", "guided_json", PERSON, seed=3))
@@ -278,6 +284,7 @@ def test_an_answer_that_began_otherwise_is_refused(guided):
     assert str(guided.errors["a"]) == "The `answer_ids` do not have the form that `guided_choice` asks for"
 
 
+@pytest.mark.slow
 def test_preempted_answers_are_the_same(tokenizer):
     def answers(num_blocks):
         guided = Guided(tokenizer, num_blocks)
@@ -329,6 +336,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_ends_its_own_request_only(guided, name):
     guided.run(a_request("bad", *HOSTILE[name]), a_request("good", "guided_json", PERSON))
@@ -432,6 +440,7 @@ def test_sampling_without_structured_output_needs_no_grammars(tokenizer):
     assert guided.grammars.futures == []
 
 
+@pytest.mark.slow
 def test_a_model_without_an_end_of_sequence_token_starts_all_the_same():
     grammars = GrammarPool(Endless, 9)
     grammars.wait_until_loaded()

@@ -84,6 +84,7 @@ def answers_with_drafts(counter, *args, **settings):
     return wait_until(attempt)
 
 
+@pytest.mark.thorough
 def test_ranks_and_drafts_change_no_token_of_structured_output(exported, monkeypatch):
     one = answers_with_drafts("num_accepted_tokens", exported("qwen2", block_size=16))
     for seed in range(6):
@@ -97,6 +98,7 @@ def test_ranks_and_drafts_change_no_token_of_structured_output(exported, monkeyp
     assert answers_of(two, mp_num=2, cpu_threads=1)[0] == one
 
 
+@pytest.mark.thorough
 def test_the_mtp_layer_of_two_ranks_changes_no_token_of_structured_output(tmp_path, monkeypatch):
     checkpoint = make_mtp_checkpoint(tmp_path / "checkpoint", "glm4_moe")
     export(checkpoint, tmp_path / "out", ExportOptions(block_size=16, mtp=True, num_ranks=2))

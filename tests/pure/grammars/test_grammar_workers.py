@@ -258,6 +258,7 @@ def without_stop_ids(guided):
     return {name: each[:-1] for name, each in guided.token_ids.items() if name != "free"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["none", "ngram"])
 def test_answers_are_the_same_when_their_workers_are_killed(tokenizer, method, monkeypatch):
     monkeypatch.setattr(compiler, "MAX_LOSSES", 1000)

@@ -138,6 +138,7 @@ def test_a_tree_of_formats_allows_what_it_says(name, vocabulary):
     assert {text: allows(vocabulary, structured_output, text) for text in forbidden} == dict.fromkeys(forbidden, False)
 
 
+@pytest.mark.slow
 def test_an_answer_follows_a_tree_of_formats(tokenizer):
     guided = Guided(tokenizer)
     tree = {"type": "sequence", "elements": [const("n: "), N, {"type": "plus", "content": M}]}

@@ -41,6 +41,8 @@ def checked(text):
     return json.loads(text, object_pairs_hook=without_repetition)
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["none", pytest.param("ngram", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_no_object_gets_a_property_twice(tokenizer, name, method):
@@ -56,6 +58,7 @@ def test_no_object_gets_a_property_twice(tokenizer, name, method):
         assert checked(guided.text(request.request_id))
 
 
+@pytest.mark.slow
 def test_an_answer_goes_on_from_any_of_its_tokens_without_a_property_twice(tokenizer):
     guided = Guided(tokenizer)
     whole = '{"a":1,"ab":{},"b":1,"ba":1'

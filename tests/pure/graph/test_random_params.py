@@ -16,6 +16,7 @@ from tests.pure.models.test_ranks import answer
 PROMPT = list(range(3, 20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

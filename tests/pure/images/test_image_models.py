@@ -101,6 +101,7 @@ def test_the_definition_computes_the_embeddings_of_transformers(family, exported
         np.testing.assert_allclose(np.concatenate(found), expected[f"embeddings_{number}"], rtol=2e-3, atol=5e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_answers_are_those_of_transformers(family, num_ranks, exported):
@@ -126,6 +127,7 @@ def test_answers_are_those_of_transformers(family, num_ranks, exported):
     executor.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", PROCESSORS)
 def test_an_image_that_the_prefix_cache_has_is_not_encoded(family, exported):
     executor = make_executor(exported(family, block_size=4), Config(**SETTINGS))
@@ -249,6 +251,7 @@ def test_drafts_and_several_answers_to_an_image_change_no_token(exported):
     executor.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])
 def test_drafts_of_a_layer_that_sees_no_images_change_no_token(method, checkpoint, tmp_path):
     model, out, options = tmp_path / "model", tmp_path / "out", {"mtp": True}

@@ -69,6 +69,7 @@ def pid_of_next(pool):
     return worker_pids()
 
 
+@pytest.mark.slow
 def test_an_image_is_what_the_processor_makes_of_it(pool, model):
     image, processor = an_image(120, 200), ImageProcessor.read(model)
     prepared = pool.prepare(a_file(image), (processor.min_pixels, processor.max_pixels))
@@ -95,6 +96,7 @@ def test_a_refused_image_leaves_the_worker_alone(pool):
     assert worker_pids() == pids != []
 
 
+@pytest.mark.slow
 def test_an_image_that_needs_too_much_memory_is_refused(pool):
     with pytest.raises(ImageError, match="memory"):
         pool.prepare(a_file(Image.new("1", (9000, 9000))))
@@ -115,6 +117,7 @@ def test_a_worker_that_stops_costs_only_its_own_request(make):
     assert pid not in worker_pids()
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_costs_only_its_own_request(make):
     pool, before = make(), set(worker_pids())
     pool.prepare(a_file(an_image(30, 30)))
@@ -138,6 +141,7 @@ def num_unread_bytes(connection):
     return struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
 
 
+@pytest.mark.slow
 def test_threads_share_the_workers(make):
     pool, found, before = make(size=2), [], set(worker_pids())
     files = [a_file(an_image(40, 40, seed)) for seed in range(4)]

@@ -122,6 +122,7 @@ def test_a_request_may_make_images_smaller_but_not_larger_than_the_server_does(r
     assert (read(reader, small).num_tokens, read(reader, small, min_pixels=784 * 4).num_tokens) == (1, 4)
 
 
+@pytest.mark.slow
 def test_low_detail_is_a_limit_of_pixels(tmp_path):
     write_vision_model(tmp_path, max_pixels=1024 * 1024)
     reader = a_reader(tmp_path)

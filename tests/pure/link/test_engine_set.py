@@ -93,6 +93,7 @@ def test_a_busy_engine_gets_a_request_only_if_the_cached_part_is_worth_the_wait(
         assert places == [0, 0, 1]  # 37 x 1 and 37 x 2 are less than 101, 37 x 3 is not
 
 
+@pytest.mark.slow
 def test_the_choices_of_a_request_stay_together_and_each_is_cancelled_where_it_is():
     with two_engines() as engines:
         submit(engines, [5], 400)

@@ -7,6 +7,7 @@ import random
 import threading
 from collections import deque
 
+import pytest
 import zmq
 
 from engine.core.loop import EngineLoop
@@ -220,6 +221,7 @@ class World:
             assert end != "length" or listener.token_ids == answer(listener.prompt, listener.sampling)
 
 
+@pytest.mark.slow
 def test_every_request_ends_once_whatever_is_lost(monkeypatch):
     num_restarts = 0
     for seed in range(30):

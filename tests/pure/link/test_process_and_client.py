@@ -346,6 +346,7 @@ def test_a_submission_does_not_wait_for_the_next_heartbeat(monkeypatch):
         assert submit(client, [5], 2).wait() == "length"
 
 
+@pytest.mark.slow
 def test_more_submissions_than_the_pipe_holds_block_no_thread_and_leave_no_wake_up_behind():
     class Slow(Collector):
         def tokens(self, *args):
@@ -408,6 +409,7 @@ def test_a_submission_that_cannot_be_packed_is_refused_alone(is_there_yet):
         assert is_empty(client)
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_packed_does_not_hold_up_those_that_are_submitted_one_by_one_after_a_crash():
     address = a_free_address()
     with a_client(address) as client:
@@ -435,6 +437,7 @@ with connected() as (_, client):
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_its_way_to_the_engine_and_is_not_left_without():
     ended = subprocess.run([sys.executable, "-c", BROKEN], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ended.returncode, ended.stdout) == (1, "")

@@ -68,6 +68,7 @@ def execute(model, *payloads):
     return [request.response_sender for request in requests]
 
 
+@pytest.mark.slow
 def test_a_request_streams_and_ends_with_the_final_flag(model):
     [sender] = execute(model, a_payload(req_id="a", input_ids=[65], temperature=0, max_dec_len=20))
     wait_until(lambda: sender.is_over)

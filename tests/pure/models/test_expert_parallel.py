@@ -33,6 +33,7 @@ def test_each_expert_is_on_one_rank_and_the_first_ranks_have_one_more(count, siz
     assert [expert for each in experts for expert in each] == list(range(count))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_with_some_of_the_experts_give_the_tokens_of_transformers(family, num_ranks, exported):
@@ -45,6 +46,7 @@ def test_ranks_with_some_of_the_experts_give_the_tokens_of_transformers(family, 
         assert token_ids == tokens[: len(token_ids)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_16_bits_log_probabilities_are_those_of_ranks_with_shares_of_the_experts(family, exported):
     """Compare means: where the scores of two experts are nearly equal, rounding decides which one is chosen."""
@@ -66,6 +68,7 @@ def stored_experts(checkpoint: Path, options: ExportOptions) -> list[dict[str, t
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [*FORMATS, "awq", "w4a16 of 32", "w8a8", "a block"])
 def test_the_stacks_of_the_ranks_are_together_that_of_one_rank(kind, tmp_path):
     if kind == "a block":

@@ -87,6 +87,7 @@ def generate(loop: EngineLoop, prompts: list[list[int]]) -> list[list[int]]:
     return [request.token_ids[request.prompt_len :] for request in requests]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ALL)
 def test_tokens_are_those_of_transformers_in_the_engine(family, exported):
     """All prompts run at once in chunks of 24 tokens, again from the prefix cache, with drafts, and with so few blocks
@@ -119,11 +120,13 @@ def assert_two_ranks_agree(family, exported):
         assert token_ids == tokens[: len(token_ids)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", RANKS_DIFFER)
 def test_two_ranks_compute_what_one_does(family, exported):
     assert_two_ranks_agree(family, exported)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", HAS_WINDOW)
 def test_a_window_that_reaches_as_far_as_the_model_needs_no_group(family, exported):
     groups = {}

@@ -23,6 +23,7 @@ from tests.quantized_checkpoints import make_fp8
 INT8_ERROR = 0.15  # of log-probabilities; DTYPE=bfloat16 has as much
 
 
+@pytest.mark.slow
 def test_blocks_of_8_bit_floats_are_read_also_where_rows_are_in_another_order(tmp_path):
     """kv_b_proj, which queries and values are multiplied with, is dequantized."""
     quantized, plain = make_fp8(tmp_path, "a block", family="deepseek_v3")
@@ -46,6 +47,7 @@ def test_the_cache_has_one_row_per_position_on_every_rank(tmp_path):
     assert caches[0].block_bytes == 64 * 64 * 2
 
 
+@pytest.mark.slow
 def test_an_int8_cache_has_a_scale_for_each_64_elements(exported):
     for num_ranks in (1, 2):
         graph_dir = exported("deepseek_v2", int8_cache=True, num_ranks=num_ranks)
@@ -61,6 +63,7 @@ def test_an_int8_cache_of_sizes_that_it_cannot_have_is_refused(tmp_path):
         export(checkpoint, tmp_path / "out", ExportOptions(int8_cache=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v2", "glm4_moe_lite"))],
@@ -76,6 +79,7 @@ def test_log_probabilities_with_an_int8_cache_are_near_those_of_transformers(fam
     assert 0 < np.median(errors) < INT8_ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_change_no_bit_with_an_int8_cache(chunk, exported):
     prompt, graph_dir = list(range(3, 133)), exported("deepseek_v3", int8_cache=True)
@@ -83,6 +87,7 @@ def test_chunks_change_no_bit_with_an_int8_cache(chunk, exported):
     np.testing.assert_array_equal(cut, whole)
 
 
+@pytest.mark.slow
 def test_ranks_have_the_same_int8_cache(exported):
     prompt = list(range(3, 70))
     wanted = answer(PagedModel.of(exported("deepseek_v2", int8_cache=True), cpu), prompt)

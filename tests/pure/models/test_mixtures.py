@@ -122,6 +122,7 @@ def test_an_adapter_of_experts_or_grouped_projections_is_refused(module, message
         checked(tmp_path / "adapter", graph_dir, 64)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("quant_type", ["weight_only_int8", "weight_only_int4", "weight_only_fp8"])
 def test_weights_are_quantized_in_pieces_with_the_same_result(quant_type, tmp_path, checkpoint, exported, monkeypatch):  # noqa: PLR0913
     """All matrices of a stack as float32 may be larger than the memory that the quantized model needs."""

@@ -38,6 +38,7 @@ def test_logits_equal_those_of_transformers(family, ops, exported):
         np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4, err_msg=f"prompt of {prompt_len}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk", "prompt_lens"),
@@ -51,6 +52,7 @@ def test_greedy_tokens_equal_those_of_transformers(family, chunk, prompt_lens, e
         assert PagedModel.of(exported(family), cpu).greedy(prompt, len(tokens), chunk) == tokens
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_definition_of_the_ops_gives_the_tokens_of_transformers(family, exported):

@@ -56,6 +56,7 @@ def logits_of(model: PagedModel, prompt: list[int], chunk: int = 1000, num_logit
     return model.prefill(prompt, chunk=chunk, num_logits=num_logits)
 
 
+@pytest.mark.sampled(3)
 @each_type
 @pytest.mark.parametrize("family", ["qwen2", "llama3", "qwen3", "ernie4_5"])
 def test_logits_are_near_those_of_transformers(family, quant_type, exported):
@@ -77,6 +78,7 @@ def test_numpy_kernels_and_paddle_compute_the_same(quant_type, exported):
     assert np.quantile(np.abs(of_kernels - defined).mean(axis=-1), 0.25) < 1e-4 * defined.std()
 
 
+@pytest.mark.sampled(3)
 @each_type
 def test_chunks_of_a_prompt_change_no_bit(quant_type, exported):
     model, prompt = partial(PagedModel.of, exported("qwen2", quant_type=quant_type), cpu), list(range(3, 133))
@@ -85,6 +87,7 @@ def test_chunks_of_a_prompt_change_no_bit(quant_type, exported):
         np.testing.assert_array_equal(logits_of(model(), prompt, chunk, 1)[-1], together[-1])
 
 
+@pytest.mark.sampled(3)
 @each_type
 def test_ranks_agree_and_are_near_one_rank(quant_type, exported):
     expected = golden("qwen2")

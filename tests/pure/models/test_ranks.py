@@ -45,6 +45,7 @@ def assert_like(expected: tuple[np.ndarray, list[int]], ranks: list[tuple[np.nda
         assert token_ids == expected[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "num_ranks"), CUTS)
 def test_ranks_give_the_logits_and_tokens_of_transformers(family, num_ranks, exported):
     expected = golden(family)

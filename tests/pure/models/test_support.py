@@ -122,6 +122,7 @@ def assert_computes(model_type, precision, exported):
     assert errors.mean() <= bound * wanted.std()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("model_type", "precision"), QUICK, ids=lambda each: getattr(each, "stored", each))
 def test_every_family_computes_in_eight_bits_on_a_cpu_and_one_with_every_precision(model_type, precision, exported):
     """Others are in tests/engines."""

@@ -72,6 +72,7 @@ def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.glob("ops-*")) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_leaves_no_compiler_behind(tmp_path):
     compiler = tmp_path / "compiler"
     compiler.write_text('[ "$1" = --version ] || { : > "$0.begun.$$"; sleep 1; : > "$0.ended.$$"; }')

@@ -48,6 +48,7 @@ def expected_sum(shape, num_ranks, num_hosts):
     return run_threads(num_hosts, lambda host, ops: ops.all_reduce(hosts[host][0]))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "hosts"),
     [
@@ -122,6 +123,7 @@ def wait_for_a_sleeper(rank):
     return time.process_time() - before
 
 
+@pytest.mark.slow
 def test_waiting_costs_no_core():
     assert max(run_processes(3, wait_for_a_sleeper)) < 0.2
 
@@ -229,6 +231,7 @@ def use_paddle(rank):
     return found
 
 
+@pytest.mark.slow
 def test_paddle_ops_speak_in_the_same_group():
     pytest.importorskip("paddle", reason="needs paddlepaddle")
     for reduced, gathered in run_processes(2, use_paddle):

@@ -14,6 +14,7 @@ isas = pytest.mark.parametrize("isa", cpu.available_isas())
 ODD = {"latent_dim": 38, "rope_dim": 6, "block_size": 5}
 
 
+@pytest.mark.slow
 @isas
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_no_rows_are_fine(ops):
     assert ops.sample(some_logits(0), some_rows(0)).token_ids.shape == (0,)
 
 
+@pytest.mark.slow
 def test_draws_follow_the_distribution(ops):
     num = 3000 if ops is reference else 20000
     probabilities = np.array([0.5, 0.25, 0.125, 0.0625, 0.0625])

@@ -29,6 +29,7 @@ def case(seed):
     return [rng.standard_normal((160, WIDTH), np.float32), rng.standard_normal((WIDTH, WIDTH), np.float32)]
 
 
+@pytest.mark.slow
 def test_callers_at_the_same_time_have_threads_of_their_own():
     cases = [case(seed) for seed in range(4)]
     expected = [cpu.linear(*each) for each in cases]
@@ -96,6 +97,7 @@ assert is_right and os.waitpid(child, 0)[1] == 0
 """
 
 
+@pytest.mark.slow
 def test_a_child_of_fork_has_threads_of_its_own():
     """The threads of its parent do not exist there and are not waited for."""
     subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=60)

@@ -65,6 +65,7 @@ def prompt_about(question, image=None):
     return {"messages": [{"role": "user", "content": parts}]}
 
 
+@pytest.mark.slow
 def test_the_bundled_model_reads_pictures(tmp_path):
     pictures = [picture(random.Random(seed), (112, 112)) for seed in range(10)]
     assert {len(each.number) for each in pictures} == {0, 2, 3, 4}

@@ -126,18 +126,21 @@ def documented(tree):
                 yield getattr(node, "lineno", 1), is_function and not node.name.startswith("test_"), docstring
 
 
+@pytest.mark.slow
 def test_docstrings_are_sentences():
     found = [(path, *each) for path, text in python_texts().items() for each in documented(ast.parse(text))]
     problems = {place(path, line): problem_of(text, is_function) for path, line, is_function, text in found}
     assert {where: problem for where, problem in problems.items() if problem} == {}
 
 
+@pytest.mark.slow
 def test_definitions_have_no_retired_names():
     found = [(path, *each) for path, text in suspects(SUSPECT).items() for each in definitions(ast.parse(text))]
     assert {(place(path, line), name) for path, name, line in found if is_retired(name)} == set()
     assert [path for path in modules() if path.stem in RETIRED_MODULES and path not in EXEMPT] == []
 
 
+@pytest.mark.slow
 def test_comments_and_strings_have_no_retired_words():
     found = {}
     for path, text in suspects(RETIRED_TEXT).items():

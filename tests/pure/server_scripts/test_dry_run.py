@@ -25,6 +25,7 @@ def bytes_of(directory, **settings):
     return dry_run_module.model_sizes(Config(device="cpu", **settings), directory).weight_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [("qwen3_next", {"quant_type": "weight_only_int4"}), ("gemma2", {}), ("deepseek_v3", {"dtype": "bfloat16"})],
@@ -108,6 +109,7 @@ def test_the_report_tells_the_cache_of_a_token_and_the_state_of_a_request(checkp
     assert len(caches) == 1 and state.endswith("MiB per request and rank") and " 0.0 " not in state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"quant_type": "weight_only_int4"}])
 def test_experts_in_the_host_s_memory_need_only_a_stage_on_the_gpu(settings, checkpoint, exported):
     config = Config(device="gpu", experts_on_host=1, **settings)

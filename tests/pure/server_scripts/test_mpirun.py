@@ -8,6 +8,8 @@ from engine.settings.config import Config
 from server_scripts import serve
 from tests.server import a_server
 
+pytestmark = pytest.mark.slow  # processes are started
+
 TWO_HOSTS = {"MP_NNODE": "2", "MP_NUM": "2", "POD_IPS": "127.0.0.1,127.0.0.2", "HOST_IP": "127.0.0.1"}
 
 

@@ -71,6 +71,7 @@ def test_an_option_wins_over_the_variable_and_its_old_name():
     assert parsed("--model", "org/model")[0] == {"model_name": "org/model"}
 
 
+@pytest.mark.slow
 def test_a_refused_option_is_answered_with_what_is_there_instead(capsys):
     for name, row in OPTIONS.items():
         if row.is_always_refused:
@@ -239,6 +240,7 @@ def test_the_command_that_help_texts_name_prints_every_setting(capsys, monkeypat
     assert all(f"| `{env}` |" in table for env in ("MAX_DEC_LEN", "SERVICE_HTTP_PORT"))
 
 
+@pytest.mark.slow
 def test_the_command_shows_the_common_ones_and_names_a_wrong_value():
     def start(*arguments):
         command = [sys.executable, "-m", "server_scripts.start", *arguments]

@@ -79,6 +79,7 @@ def a_request(custom_id, url="/v1/chat/completions", **fields):
     return {"custom_id": str(custom_id), "method": "POST", "url": url, "body": {**BODIES[url], **fields}}
 
 
+@pytest.mark.slow
 def test_a_server_without_an_http_port_is_a_sentence_and_that_of_triton_is_one(files, tmp_path):
     files.write(a_request("1"))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "SERVICE_HTTP_PORT": "-1"}
@@ -117,6 +118,7 @@ def test_a_missing_file_is_said(monkeypatch, capsys, given, missing):
     assert (ended.value.code, missing in capsys.readouterr().err) == (2, True)
 
 
+@pytest.mark.slow
 def test_every_path_of_the_server_may_be_asked_and_an_error_is_the_affair_of_its_line(files):
     wrong = a_request("wrong", temperature=-1)
     files.write(*[a_request(path, path) for path in BODIES], wrong)
@@ -134,6 +136,7 @@ def test_every_path_of_the_server_may_be_asked_and_an_error_is_the_affair_of_its
     assert {line["error"] for line in answers.values()} == {None}
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_an_interruption_and_asks_nothing_twice(files):
     files.write(*[a_request(index, request_id=f"r{index}") for index in range(6)])
     backend = FakeBackend("a")
@@ -156,6 +159,7 @@ def test_it_goes_on_after_an_interruption_and_asks_nothing_twice(files):
     assert len(backend.bodies) == len(asked)
 
 
+@pytest.mark.slow
 def test_a_client_retries_after_the_time_that_it_got(files, monkeypatch):
     files.write(a_request("a"), a_request("b"))
     backend = FakeBackend("a")
@@ -211,6 +215,7 @@ def test_a_server_that_is_no_address_is_named_before_anything_is_asked(files, re
     assert not files.output.exists()
 
 
+@pytest.mark.slow
 def test_no_more_requests_are_open_than_the_file_has(files):
     files.write(a_request("a"))
     with running(FakeBackend("a")) as gateway:
@@ -218,6 +223,7 @@ def test_no_more_requests_are_open_than_the_file_has(files):
     assert set(files.answers()) == {"a"}
 
 
+@pytest.mark.slow
 def test_what_keeps_it_from_working_is_said(files):
     files.write(a_request("a"))
     status, said = files.run("http://127.0.0.1:1")
@@ -231,6 +237,7 @@ def test_what_keeps_it_from_working_is_said(files):
         assert files.run(gateway.url, API_KEY="secret")[0] == 0
 
 
+@pytest.mark.slow
 def test_ids_that_are_no_unicode_text_stay_apart(files):
     files.write(a_request("\ud800"), a_request("\ud801"))
     with running(FakeBackend("a")) as gateway:

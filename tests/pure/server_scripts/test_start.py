@@ -22,6 +22,8 @@ from tests.pure.fake_server import ALL, fake_server
 from tests.pure.model_server import Fault, ModelServer
 from tests.server import a_server, is_alive
 
+pytestmark = pytest.mark.slow  # processes are started
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -14,6 +14,8 @@ from server_scripts.run_dir import Process, RunDir, ServerState
 from tests.pure.fake_server import ALL, TIMEOUT_S, fake_server, kill_supervisor
 from tests.server import is_alive
 
+pytestmark = pytest.mark.slow  # processes are started
+
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "-m", "server_scripts.stop"]
 
@@ -118,7 +120,6 @@ def test_stop_ends_what_a_supervisor_that_was_killed_has_left_and_lets_requests_
         assert server.state is None
 
 
-@pytest.mark.slow
 def test_a_second_stop_waits_as_the_first_does_and_lets_requests_end(tmp_path):
     with fake_server(tmp_path, ALL | {"gateway-0": "stubborn"}, drain_timeout_s=600) as server:
         server.wait_until_ready()

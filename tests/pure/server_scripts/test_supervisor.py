@@ -14,6 +14,8 @@ from server_scripts.child import ROOT
 from tests.pure.fake_server import ALL, READY, TIMEOUT_S, fake_server
 from tests.server import is_alive
 
+pytestmark = pytest.mark.slow  # processes are started
+
 
 def test_the_gateway_stops_first(tmp_path):
     with fake_server(tmp_path, ALL) as server:
@@ -147,7 +149,6 @@ def test_a_tritonserver_that_was_restarted_is_asked_at_once_whether_it_answers(t
         server.wait_until(lambda: server.num_asked > num_asked)
 
 
-@pytest.mark.slow
 def test_a_dead_rank_is_left_to_the_engine_which_ends_and_says_why(tmp_path):
     with fake_server(tmp_path, ALL | {"engine": "with helper"}, mp_num=2) as server:
         server.wait_until_ready()
@@ -157,7 +158,6 @@ def test_a_dead_rank_is_left_to_the_engine_which_ends_and_says_why(tmp_path):
         assert server.notes.count("engine started") == 1
 
 
-@pytest.mark.slow
 def test_a_silent_model_restarts_tritonserver(tmp_path):
     with fake_server(tmp_path, ALL) as server:
         server.wait_until_ready()
@@ -171,7 +171,6 @@ def test_a_silent_model_restarts_tritonserver(tmp_path):
         server.answer(**READY)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gateway-0", "tritonserver helper", "engine helper"])
 def test_what_is_stopped_for_too_long_is_started_anew(tmp_path, name):
     """Ranks are helper processes of the engine."""
@@ -194,7 +193,6 @@ def test_the_shared_memory_of_a_dead_tritonserver_is_removed(tmp_path):
             assert shm.exists() == is_left
 
 
-@pytest.mark.slow
 def test_an_engine_that_is_in_one_step_for_too_long_is_restarted(tmp_path):
     with fake_server(tmp_path, ALL, check_health_interval_s=1.0) as server:
         server.wait_until_ready()
@@ -228,7 +226,6 @@ def test_a_tritonserver_that_aborts_during_the_start_is_started_twice_more(tmp_p
             server.wait_until_ready()
 
 
-@pytest.mark.slow
 def test_a_start_that_takes_too_long_fails(tmp_path):
     state = {"ready": False, "reason": "the engine is starting", "engine_silent_s": 1e9}
     for limit_s in (1, 4, 16):  # on a busy machine no process may be up after one second

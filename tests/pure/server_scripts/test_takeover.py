@@ -12,6 +12,8 @@ from server_scripts.takeover import find_orphans, fingerprint
 from tests.pure.fake_server import ALL, TIMEOUT_S, a_run_dir, fake_server, kill_supervisor
 from tests.server import is_alive
 
+pytestmark = pytest.mark.slow  # processes are started
+
 
 def pids_of(server):
     return {process.name: process.pid for process in server.state.processes}

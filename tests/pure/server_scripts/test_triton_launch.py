@@ -105,6 +105,7 @@ for length in range(70):
 """
 
 
+@pytest.mark.slow
 def test_answers_of_a_stub_for_numpy_1_are_readable_under_numpy_2(tmp_path):
     package = importlib.util.find_spec("pytriton").submodule_search_locations[0]
     original = Path(package) / "tritonserver" / "backends" / "python" / triton.BACKEND_UTILS

@@ -240,6 +240,7 @@ def test_after_a_while_an_answer_is_forgotten(service, monkeypatch):
     assert ask(service, infer_seed=None, temperature=1, resume_from=1).final["error_code"] == 404
 
 
+@pytest.mark.slow
 def test_only_so_much_is_finished(service, monkeypatch):
     monkeypatch.setattr(service._resumption.finished, "_max_tokens", 2 * (len(PROMPT) + ANSWER_LEN))
     for req_id in "abc":

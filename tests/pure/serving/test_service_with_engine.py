@@ -91,6 +91,7 @@ def test_a_kill_of_the_engine_is_a_pause_for_sixteen_streams(service, address):
     assert service.client.num_restarts == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 def test_of_several_answers_the_likeliest_are_returned_the_best_first(service, address, n):
     """This also holds for a client that has received a part of them. The logprob of a token is an eighth of it,
@@ -109,6 +110,7 @@ def test_of_several_answers_the_likeliest_are_returned_the_best_first(service, a
         assert ask(service, 6, [9], 7, temperature=1, best_of=2, logprobs=0).final["logprobs"]
 
 
+@pytest.mark.slow
 def test_the_beams_of_a_search_end_as_the_answers_of_its_client(service, address):
     with an_engine_process(address):  # whose greedy choice is the next number, and nothing else has a logprob
         sender = ask(service, 1, [3], 4, n=2, best_of=3, use_beam_search=True, prompt_logprobs=0)
@@ -171,6 +173,7 @@ def test_the_scores_of_a_prompt_come_once_whatever_the_engine_does(service, addr
         assert not any("prompt_logprobs" in fields for fields in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(200, 150, 120)])
 def test_who_asks_again_gets_the_scores_with_the_beginning_of_the_answer_only(service, address):
     prompt = list(range(100, 190))
@@ -185,6 +188,7 @@ def test_who_asks_again_gets_the_scores_with_the_beginning_of_the_answer_only(se
     assert first == again and len(first) == 90 and later is None
 
 
+@pytest.mark.slow
 def test_a_request_for_no_token_brings_scores_embeddings_or_nothing(service, address):
     with an_engine_process(address):
         scored = ask(service, 1, [5, 6, 7], 0, prompt_logprobs=0, stop="x").final
@@ -247,6 +251,7 @@ def test_eight_answers_are_those_of_their_seeds_and_their_prompt_is_computed_onc
     assert service.latency.num_ended == {"length": 8}
 
 
+@pytest.mark.slow
 def test_a_kill_of_the_engine_is_a_pause_for_several_answers_to_a_prompt(service, address):
     senders = [ask_several(service, 100 * n, [n + 1] * (n + 5), 32 + n, 3) for n in range(4)]
     with an_engine_process(address, max_steps=25):
@@ -272,6 +277,7 @@ def test_a_client_that_leaves_in_the_middle_takes_all_its_answers_along(service,
         assert service.client.stats["num_dropped"] == 4
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_one_answer_in_the_engine_too_and_the_other_goes_on(service, address):
     def of(seed):
         return answer([5], Sampling(60, temperature=1, seed=seed))
@@ -287,12 +293,14 @@ def test_a_stop_string_ends_one_answer_in_the_engine_too_and_the_other_goes_on(s
     assert service.latency.num_ended == {"stop": 1, "length": 1}
 
 
+@pytest.mark.slow
 def test_of_more_answers_than_run_at_once_some_wait(service, address):
     with an_engine_process(address):
         answers = answers_of(ask_several(service, 1, [5], 4, 13))
     assert answers == [answer([5], Sampling(4, temperature=1, seed=1 + index)) for index in range(13)]
 
 
+@pytest.mark.slow
 def test_prompts_are_cached_for_those_with_the_same_salt(service, address):
     prompt = [7] * 40
     with an_engine_process(address):

@@ -163,6 +163,7 @@ def test_tokens_that_are_listed_beside_the_model_have_their_ids(llama, tmp_path)
     assert size + 1 not in tokenizer.special_ids
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_another_name_of_the_model_is_exported_with_it(llama, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama")
     (checkpoint / "tokenizer.json").unlink()

@@ -198,6 +198,7 @@ def test_an_empty_stop_string_is_refused():
         StopMatcher(["a", ""])
 
 
+@pytest.mark.slow
 def test_random_stop_strings_in_random_texts(letters):
     rng = random.Random(4)
     for _ in range(3000):

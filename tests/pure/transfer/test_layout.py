@@ -52,6 +52,8 @@ def test_states_and_other_layouts_are_refused():
     assert other.difference(other._replace(num_bytes=6)) == "its blocks have another layout"
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "deepseek_v3"))]
 )

@@ -51,6 +51,8 @@ def graph_dir(exported):
     return exported("qwen2", block_size=BLOCK_SIZE)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "qwen3_next"))]
 )  # all kinds of cache groups
@@ -58,6 +60,7 @@ def test_answers_are_those_of_one_engine(family, exported):
     check_answers(exported(family, block_size=BLOCK_SIZE))
 
 
+@pytest.mark.slow
 def test_answers_with_an_int8_cache_of_latents_are_those_of_one_engine(exported):
     check_answers(exported("deepseek_v3", block_size=BLOCK_SIZE, int8_cache=True))
 
@@ -145,6 +148,7 @@ def link(monkeypatch):
         yield link
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["cut", "freeze"])
 def test_a_prompt_is_computed_locally_after_the_link_has_failed_and_pulled_again_when_it_is_back(
     failure, link, graph_dir, expected
@@ -190,6 +194,7 @@ def test_a_block_that_is_overwritten_after_its_lease_has_ended_is_not_used(graph
     assert pair.decode.remote.counters.num_remote_prefill_failures == 1
 
 
+@pytest.mark.slow
 def test_shared_memory_is_closed_while_the_instance_is_lost(link, graph_dir, expected):
     pair = Pair.that_shares(graph_dir, link)
     memory = pair.decode.executor.blocks()
@@ -248,6 +253,7 @@ def test_short_prompts_and_prompts_that_are_cached_stay_local(graph_dir, expecte
     assert [pair.outputs[name].num_cached for name in ("first", "second")] == [16, 499]
 
 
+@pytest.mark.slow
 def test_all_requests_end_when_blocks_are_scarce(graph_dir):
     pair, requests = Pair.of(graph_dir, num_blocks=20), random_requests(seed=2, count=20)
     for index, (prompt, sampling) in enumerate(requests):

@@ -98,12 +98,14 @@ def assert_as_its_schema_says(name, value):
         assert is_valid, value
 
 
+@pytest.mark.slow
 @examples(80)
 @given(name=st.sampled_from(list(wire.FIELDS)), value=any_json.filter(is_encodable))
 def test_a_field_takes_what_its_schema_does(name, value):
     assert_as_its_schema_says(name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", wire.FIELDS)
 def test_a_field_takes_of_what_is_at_a_border_what_its_schema_does(name):
     """Chance does not bring each of these to each field."""
@@ -123,6 +125,7 @@ def test_the_bounds_of_a_schema_are_those_of_its_check(name):
     assert outcome(check, name, low - 1) is None and outcome(check, name, high + 1) is None
 
 
+@pytest.mark.slow
 @examples(40)
 @given(body=bodies("text", "req_id", "messages"))
 def test_any_object_is_a_request_or_refused(processor, body):
@@ -131,6 +134,7 @@ def test_any_object_is_a_request_or_refused(processor, body):
         outcome(processor.process, request)
 
 
+@pytest.mark.slow
 @examples(40)
 @given(body=bodies("text", "req_id", "messages"))
 def test_any_object_may_ask_about_tokens(processor, body):
@@ -140,6 +144,7 @@ def test_any_object_may_ask_about_tokens(processor, body):
     outcome(wire.owner_of, body)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @examples(40)
 @given(body=bodies("text", "prompt", "messages", "req_id", "tools", "stream"))
@@ -155,6 +160,7 @@ def test_any_object_may_come_to_the_gateway(path, body):
         wire.parse_request(json.loads(json.dumps(each)))  # nothing that the gateway has taken is refused by the model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", [RESPONSES, ANTHROPIC])
 @examples(40)
 @given(body=bodies("input", "messages", "max_tokens", "tools", "stream"), turns=st.none() | st.lists(turns, max_size=3))
@@ -169,6 +175,7 @@ def test_any_object_may_come_to_a_protocol_that_is_a_chat_in_other_words(protoco
     outcome(tokenize_body_of, body)
 
 
+@pytest.mark.slow
 @examples(40)
 @given(given=st.just(GOOD["tools"]) | tools, choice=choices | any_json | modes, parallel=plain)
 def test_any_tools_may_be_offered_and_chosen(given, choice, parallel):

@@ -213,6 +213,7 @@ def random_value(vocabulary, matcher, rng):
     return b"".join(vocabulary.tokens[each] for each in token_ids)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 100])
 def test_what_a_random_schema_lets_through_is_valid(first, vocabulary):
