@@ -66,6 +66,7 @@ def test_a_silent_client_loses_its_requests_and_is_notified_if_it_was_only_slow(
         connected(SlowExecutor(3000, 4, 0.001)) as (server, client),
         a_raw_client(server.address) as (ask, hear, epoch),
     ):
+        monkeypatch.setattr(server_module, "SUCCEEDED_TIMEOUT_S", PATIENCE_S)  # that of the client that talks
         monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", 0.5)
         ask(*a_submission(epoch, "silent", 10_000))
         talking = submit(client, [7], 600)
