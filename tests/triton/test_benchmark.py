@@ -23,6 +23,7 @@ def test_the_benchmark_measures_the_engine_and_the_server_and_ends_with_one_line
     assert "offline: requests" in done.stdout and "HTTP: streams" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_storm_of_seconds_loses_nothing_and_ends_with_one_line_of_json():
     options = ["--seconds", "4", "--every", "2", "--clients", "4", "--answers", "10", "--stop", "gateway"]
     command = [sys.executable, "-m", "benchmarks.storm", *options]

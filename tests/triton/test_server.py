@@ -379,6 +379,7 @@ def python_examples():
     return [block for block in blocks if "127.0.0.1" in block]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", range(4))
 def test_the_python_examples_run_as_they_stand(server, number):
     assert len(python_examples()) == 4

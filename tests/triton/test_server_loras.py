@@ -105,6 +105,7 @@ def test_adapters_come_and_go_while_others_and_their_own_answers_stream(server, 
     change(server, "unload", lora_name="three")
 
 
+@pytest.mark.thorough
 def test_a_crash_changes_no_answer_of_an_adapter(server, client):
     load(server, "two")
     expected = {model: Answer(client, model).whole() for model in ("one", "two", "default")}

@@ -102,6 +102,7 @@ def test_a_start_that_is_killed_takes_the_server_with_it(server):
         wait_until(lambda: is_clean(server, state))
 
 
+@pytest.mark.thorough
 def test_servers_that_differ_only_in_ports_and_logs_run_side_by_side(tmp_path):
     """Two instances of FastDeploy on one host are started with four port options and FD_LOG_DIR."""
     servers = [
