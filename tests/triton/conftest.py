@@ -9,14 +9,16 @@ from tests.server import running_server
 
 # The files that take longest. When these come last, one of two workers waits for the other.
 LONGEST = (
+    "test_survival",
+    "test_replicas",
     "test_reload",
     "test_machines",
-    "test_replicas",
-    "test_survival",
-    "test_ports_under_load",
-    "test_server_ranks",
     "test_server",
-    "test_shared_prefixes",
+    "test_ports_under_load",
+    "test_start_and_stop",
+    "test_disaggregation",
+    "test_fuzz",
+    "test_server_refusals",
 )
 
 
