@@ -135,7 +135,9 @@ class Clients:
         body = {**body, "req_id": uuid.uuid4().hex, "stream": True}
         seen_at = began = time.monotonic()
         pause, is_resumed = 0.0, False
+        starts: Choices = []  # what was known when the last attempt began
         while True:
+            starts = [list(each) for each in tokens]
             machine = self.rng.choice([each for each in self.machines if each.is_up])
             with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
                 async for line in self._lines(machine, with_position(body, tokens)):
@@ -148,7 +150,10 @@ class Clients:
                         (self.pauses_of_resumed if is_resumed else self.pauses).append(pause)
                         self.num_right += tokens == expected
                         self.num_tokens += sum(map(len, tokens))
-                        self.wrong += [body] if tokens != expected else []
+                        if tokens != expected:
+                            self.wrong.append(body)
+                            asked = with_position(body, starts)
+                            print(f"wrong: {difference(tokens, expected)}: {asked}", file=sys.stderr)
                         return
             self.num_resumed, is_resumed = self.num_resumed + 1, True
             if time.monotonic() - max(seen_at, began) > GIVE_UP_S:
@@ -175,6 +180,18 @@ def add(choices: Choices, line: dict[str, Any]) -> None:
     """Add the tokens of a line, with their log-probabilities, to the choices of an answer."""
     token_ids = line["token_ids"]
     choices[line["index"]] += zip(token_ids, line.get("logprobs") or [None] * len(token_ids), strict=True)
+
+
+def difference(found: Choices, expected: Choices) -> str:
+    """Return where an answer differs from the expected one, with three tokens from there."""
+    for index, (own, right) in enumerate(zip(found, expected, strict=True)):
+        if own != right:
+            at = next((i for i, (one, other) in enumerate(zip(own, right, strict=False)) if one != other), len(own))
+            return (
+                f"choice {index} has {own[at : at + 3]} at token {at} of {len(own)},"
+                f" expected {right[at : at + 3]} of {len(right)}"
+            )
+    return "nothing"
 
 
 def with_position(body: dict[str, Any], choices: Choices) -> dict[str, Any]:

@@ -54,6 +54,12 @@ class Choice:
         """Return whether the client asked for log-probabilities. With `best_of` they are computed in any case."""
         return self.sampling.num_logprobs >= 0 and (self._request.logprobs >= 0 or not self._request.is_chosen)
 
+    def has_logprobs_after(self, num_sent: int) -> bool:
+        """Return whether the log-probabilities of the tokens from there on are known. Of tokens that another process
+        has generated (`restore`) they are not.
+        """
+        return not self._returns_logprobs or None not in self.answer.logprobs[num_sent:]
+
     def resume(self, num_sent: int) -> None:
         """Continue for a client that has `num_sent` tokens already: the next response begins after them."""
         self.num_sent, self.is_over = num_sent, False
@@ -216,6 +222,9 @@ class RequestState(NamedTuple):
         known["images"] = ()
         is_same = replace(self.request, **known) == replace(again, **known)
         return is_same and again.infer_seed in (self.request.infer_seed, self.prompt.sampling.seed)
+
+    def has_logprobs_after(self, resume_from: Sequence[int]) -> bool:
+        return all(choice.has_logprobs_after(begin) for choice, begin in zip(self.choices, resume_from, strict=False))
 
     def resume(self, again: GenerationRequest) -> None:
         """Continue each choice after the tokens that the client of `again` has."""

@@ -3,6 +3,8 @@ generating the same answer again."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.errors import Cancelled, UnknownAnswer
 from engine.serving.choice import RequestState
 from engine.serving.finished_requests import MAX_TOKENS, RETENTION_S, FinishedRequestCache, check_same
@@ -26,16 +28,20 @@ class Resumption:
     def request_state(self, request: GenerationRequest, owner: str, storing: StoreOptions | None) -> RequestState:
         """Return the state of a request, with the known part of its answer if it is resumed. Raises UnknownAnswer if
         the client has a part of an answer that is not known and would not be generated identically."""
-        if request.resume_from is None:
+        resume_from = request.resume_from
+        if resume_from is None:
             return self._create(request, owner, storing)
         if finished := self.finished.get(owner, request.req_id):
             check_same(finished.state, request)
             self.finished.pop(owner, request.req_id)
+        if finished and finished.state.has_logprobs_after(resume_from):
             state = self._with_images(finished.state, request)
         else:
+            if finished:  # the client has fewer tokens than this process was given, so all are generated again
+                request = replace(request, infer_seed=finished.state.prompt.sampling.seed)
             is_same_model = self._is_first_model and not request.lora_name  # its adapter may have been replaced
             is_same = bool(request.answer_ids) or (request.is_repeatable and is_same_model)
-            if any(request.resume_from) and not is_same:
+            if any(resume_from) and not is_same:
                 raise _unknown(request)
             state = self._create(request, owner, storing)
         state.resume(request)

@@ -181,6 +181,17 @@ def test_a_server_that_does_not_know_the_answer_computes_what_is_missing(service
     assert num_generated(service) == ANSWER_LEN - len(known.get("answer_ids", ()))
 
 
+def test_a_client_with_fewer_tokens_than_the_server_was_given_gets_the_log_probabilities_of_all(service):
+    first = ask(service, resume_from=20, answer_ids=EXPECTED[:20], logprobs=0, infer_seed=None)
+    assert first.final["tokens_all_ids"] == EXPECTED
+    for has in (20, 15):
+        again = ask(service, resume_from=has, logprobs=0, infer_seed=None)
+        assert again.final["tokens_all_ids"] == EXPECTED
+        assert token_ids_of(again) == EXPECTED[has:]
+        assert all("logprob" in each for line, _ in again.sent for each in line["logprobs"])
+    assert num_generated(service) == 2 * ANSWER_LEN - 20  # once from the 20th token, once from the first
+
+
 def test_what_is_known_may_be_the_whole_answer(service):
     again = ask(service, resume_from=ANSWER_LEN, answer_ids=EXPECTED)
     assert (again.final["finish_reason"], again.final["tokens_all_ids"]) == ("length", EXPECTED)
