@@ -53,7 +53,9 @@ install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batc
 # Collecting the tests takes each worker 20 s, so that the quick ones are not a run of their own. `load` hands tests out
 # in their order (tests/conftest.py).
 test: SELECTED = -m "not thorough"
-test test-all: install $(TESTS)  ## the tests that do not need a GPU, quick ones first; test-all: all of them
+test: test-all  ## the tests that do not need a GPU, quick ones first, without those that are marked thorough
+
+test-all: install $(TESTS)  ## these, too
 	$(BIN)/python -m pytest tests/pure tests/engines $(SELECTED) $(WORKERS) --dist load
 	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines $(SELECTED) --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
