@@ -224,7 +224,7 @@ def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_com
         )
         lines, events = ([next(each)] for each in over_http)
         over_grpc = GrpcStream(running, f"{name}-3", count)
-        over_grpc.wait_for(200)
+        over_grpc.wait_for(1000)
         killed, engine = running.pid_of("gateway-0"), running.pid_of("engine")
         with paused(engine):  # so that no stream ends before the worker does
             os.kill(killed, signal.SIGKILL)
@@ -244,14 +244,14 @@ def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_com
     events += http_lines(running, openai, X_Request_Id=f"{name}-2", Last_Event_ID=last_id)
     again = GrpcStream(running, f"{name}-3", count, resume_from=len(known))
     again.wait_for(1)
-    assert 200 <= len(known) < count
+    assert 1000 <= len(known) < count
     assert sum((json.loads(line)["token_ids"] for line in lines), []) == expected
     assert known + sum((answer["token_ids"] for answer in again.close()), []) == expected
     reported = [json.loads(line[6:])["choices"][0]["delta"].get("content") or "" for line in events if b"{" in line]
     assert "".join(reported) == first.lines[-1]["tokens_all"]
     # Also the steps that ran when they were cut, which are as many as the machine is slow; an answer that was begun
-    # anew would be 200 tokens more, at least.
-    assert settled(num_generated, running) - before < 3 * count + 200
+    # anew would be 1,000 tokens more, at least.
+    assert settled(num_generated, running) - before < 3 * count + 900
 
 
 def test_a_stop_with_many_streams_gives_each_its_one_end(server):
