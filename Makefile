@@ -50,12 +50,12 @@ demo-gpu:  ## the same on an NVIDIA GPU
 
 install: $(RUNTIME) $(OPS)  ## .venv with start_server, stop_server and run_batch
 
-# Collecting the tests takes each worker 20 s, so that the quick ones are not a run of their own. `load` hands tests out
-# in their order (tests/conftest.py).
 test: SELECTED = -m "not thorough"
 test: test-all  ## the tests that do not need a GPU, quick ones first, without those that are marked thorough
 
-test-all: install $(TESTS)  ## these, too
+# Collecting the tests takes each worker 20 s, so that the quick ones are not a run of their own. `load` hands tests out
+# in their order (tests/conftest.py).
+test-all: install $(TESTS)  ## the same with the thorough tests
 	$(BIN)/python -m pytest tests/pure tests/engines $(SELECTED) $(WORKERS) --dist load
 	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/engines $(SELECTED) --numprocesses 3 --dist loadfile --no-loadscope-reorder
 

@@ -135,12 +135,11 @@ class Clients:
         body = {**body, "req_id": uuid.uuid4().hex, "stream": True}
         seen_at = began = time.monotonic()
         pause, is_resumed = 0.0, False
-        starts: Choices = []  # what was known when the last attempt began
         while True:
-            starts = [list(each) for each in tokens]
+            asked = with_position(body, tokens)
             machine = self.rng.choice([each for each in self.machines if each.is_up])
             with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
-                async for line in self._lines(machine, with_position(body, tokens)):
+                async for line in self._lines(machine, asked):
                     now = time.monotonic()
                     pause, seen_at = max(pause, now - seen_at), now
                     if line["error_msg"]:
@@ -152,7 +151,6 @@ class Clients:
                         self.num_tokens += sum(map(len, tokens))
                         if tokens != expected:
                             self.wrong.append(body)
-                            asked = with_position(body, starts)
                             print(f"wrong: {difference(tokens, expected)}: {asked}", file=sys.stderr)
                         return
             self.num_resumed, is_resumed = self.num_resumed + 1, True

@@ -287,7 +287,7 @@ def main() -> int:
     args = parser.parse_args()
     num_fronts = 2 if "front_ends" in args.only else 0
     started: list[Machine] = []
-    model = {"MODEL_DIR": args.model}
+    model, measures_throughput_alone = {"MODEL_DIR": args.model}, set(args.only) == {"throughput"}
     with (
         tempfile.TemporaryDirectory(prefix="replicas-") as folder,
         Network(args.replicas + 1 + num_fronts) as network,
@@ -314,7 +314,7 @@ def main() -> int:
                 stop()
             for each in machines:
                 each.env |= replicas
-            start(*machines, *[single] * (args.only != ["throughput"]), *fronts)
+            start(*machines, *([] if measures_throughput_alone else [single]), *fronts)
             report = asyncio.run(measure(machines, fronts, single, network, args))
         finally:
             stop()

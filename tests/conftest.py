@@ -32,8 +32,10 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items):
-    """Quick tests come first, then the longest, so that no worker has one of these left when the others are done."""
-    parameters = Counter()
+    """Mark the parameters that `sampled` leaves out as thorough. Quick tests come first, then the longest, so that no
+    worker has one of these left when the others are done.
+    """
+    parameters = Counter()  # of each test function that were seen
     for item in items:
         folder = Path(item.path).parent.name
         if folder in ("engines", "triton", "cuda"):

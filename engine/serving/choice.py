@@ -224,6 +224,7 @@ class RequestState(NamedTuple):
         return is_same and again.infer_seed in (self.request.infer_seed, self.prompt.sampling.seed)
 
     def has_logprobs_after(self, resume_from: Sequence[int]) -> bool:
+        """Return `Choice.has_logprobs_after` for all choices, of which each has its own number of sent tokens."""
         return all(choice.has_logprobs_after(begin) for choice, begin in zip(self.choices, resume_from, strict=False))
 
     def resume(self, again: GenerationRequest) -> None:
