@@ -125,6 +125,7 @@ def wait_until_connected(decode):
     wait_until(is_connected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_streams_continue_when_an_engine_is_killed_during_transfers(instances, role):
     prefill, decode = instances
@@ -171,6 +172,7 @@ def log_of(server):
     return (server.log_dir / "infer_server.log").read_text()
 
 
+@pytest.mark.thorough
 def test_a_decode_instance_of_another_model_does_not_start(instances, tmp_path):
     prefill, _ = instances
     port = re.search(r"prompts of decode instances are computed, port (\d+)", log_of(prefill))[1]

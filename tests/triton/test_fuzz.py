@@ -69,7 +69,7 @@ def document(server, session):
     return schemathesis.openapi.from_dict(session.get(f"{server.http_url}/openapi.json", timeout=60).json())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: f"{each[0]}-{each[1]}-{each[2].value}")
 def test_requests_made_from_the_document_are_answered_as_it_says(server, session, document, operation):
     """Requests match the document in one mode and nearly match it in the other."""

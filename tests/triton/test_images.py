@@ -34,7 +34,10 @@ def a_chat(*files, text="What is it?"):
 CHATS = {name: a_chat(*files) for name, files in (("one", FILES[:1]), ("other", FILES[1:2]), ("two", FILES[:2]))}
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "paddleocr_vl", "qwen3_vl", "qwen3_5"])
+THOROUGH = [pytest.param(family, marks=pytest.mark.thorough) for family in ("qwen3_vl", "qwen3_5")]
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "paddleocr_vl", *THOROUGH])
 def checkpoint(request, tmp_path_factory):
     directory = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", request.param, seed=0)
     add_vision_tokens(directory)

@@ -186,6 +186,7 @@ def test_a_host_that_dies_and_comes_back_is_a_pause(running, expected):
     assert master.ready()[0] == 200
 
 
+@pytest.mark.thorough
 def test_an_engine_that_dies_on_either_host_is_a_pause(running, expected):
     for host in running:
 

@@ -163,6 +163,7 @@ def test_a_checkpoint_that_cannot_be_exported_changes_nothing_at_all(server, tmp
     assert "which does not exist" in reloaded(server, Path(broken)).stdout
 
 
+@pytest.mark.thorough
 @on(one_rank)
 def test_what_was_begun_by_the_old_model_is_not_gone_on_with_by_the_new(server, tmp_path):
     whole = stream_lines(server, a_body("Hello", "begun"))[-1]["tokens_all_ids"]

@@ -58,6 +58,7 @@ def test_two_engines_give_the_answers_of_one_and_metrics_are_their_sums(server, 
     assert values_of(server, "inference_server_metrics")['max_batch_size="max_batch_size"'] == 100
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["engine", "engine-1"])
 def test_streams_of_an_engine_that_dies_continue_at_the_other(server, undisturbed, name):
     restarts, begun = facts(server)["num_restarts"], threading.Barrier(NUM_STREAMS + 1)

@@ -63,7 +63,7 @@ def test_two_ranks_answer(server):
     assert "Paris" in answer["result"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_a_rank_that_fails_costs_a_pause_and_not_a_token(server, undisturbed, number):
     """A rank that dies takes its group down at once; one that hangs is noticed after CHECK_HEALTH_INTERVAL."""

@@ -76,6 +76,7 @@ def test_a_signal_during_the_start_leaves_nothing(server, number, status, how):
         assert "interrupted, nothing is left running" in output_of(server)
 
 
+@pytest.mark.thorough
 def test_a_second_signal_during_the_start_leaves_nothing_either(server):
     with starting(server) as process:
         state = wait_for(server, "starting", 2)
@@ -142,6 +143,7 @@ def test_an_engine_that_cannot_start_fails_the_start_with_its_log(server):
     assert state_of(server) is None
 
 
+@pytest.mark.thorough
 def test_a_supervisor_that_breaks_fails_the_start_and_says_why(server):
     server.run_dir.mkdir(mode=0o700)
     (server.run_dir / TRITON_FOLDER).touch()  # where it makes a folder
@@ -151,6 +153,7 @@ def test_a_supervisor_that_breaks_fails_the_start_and_says_why(server):
     assert state_of(server) is None
 
 
+@pytest.mark.thorough
 def test_the_foreground_ends_with_0_and_copies_the_logs(server):
     server.env["OUTPUT_LOG_TO_CONSOLE"] = "1"
     with starting(server, "--foreground") as process:
@@ -164,6 +167,7 @@ def test_the_foreground_ends_with_0_and_copies_the_logs(server):
     assert re.search(r"^\[tritonserver\] .*Started GRPCInferenceService", text, re.M)
 
 
+@pytest.mark.thorough
 def test_a_terminal_that_stands_still_holds_up_no_restart_and_no_end(server):
     read_fd, write_fd = os.pipe()
     with starting(server, "--foreground", stdout=write_fd) as process:
@@ -226,6 +230,7 @@ def test_the_demo_answers_and_its_example_is_true(server):
         assert "Tokyo" in answer_to_the_example(first.stdout)
 
 
+@pytest.mark.thorough
 def test_the_demo_of_images_answers_and_its_example_is_true(server):
     command = [sys.executable, "-m", "server_scripts.demo", "--images"]
     done = subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True, timeout=120)

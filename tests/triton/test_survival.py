@@ -157,7 +157,7 @@ def expected(running):
     return Stream(running).answer()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("victim", "number"),
     [*[(name, signal.SIGKILL) for name in ("engine", "stub", "tritonserver")], ("stub", signal.SIGSTOP)],
@@ -297,6 +297,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.thorough
 def test_a_stop_right_after_an_answer_loses_no_span_of_it(server):
     trace_id, body = "0af7651916cd43dd8448eb211c80319c", {"text": "Hello", "max_dec_len": 20}
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
