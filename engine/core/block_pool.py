@@ -61,9 +61,9 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     @property
-    def num_coming_back(self) -> int:
+    def num_swap_ins(self) -> int:
         """Return the number of blocks that are swapped in before the next step."""
-        return self._host.num_coming_back if self._host else 0
+        return self._host.num_swap_ins if self._host else 0
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that `num_tokens` tokens need."""
@@ -77,9 +77,9 @@ class BlockPool:
         """Return whether the block with this key can be found in the cache itself."""
         return key in self._block_of
 
-    def is_coming_back(self, key: bytes) -> bool:
+    def awaits_swap_in(self, key: bytes) -> bool:
         """Return whether the block with this key is swapped in before the next step. It cannot be copied until then."""
-        return self._host is not None and self._host.is_coming_back(self._block_of.get(key))
+        return self._host is not None and self._host.awaits_swap_in(self._block_of.get(key))
 
     def find(self, keys: Sequence[bytes]) -> int:
         """Return how many leading `keys` can be found."""
@@ -108,18 +108,18 @@ class BlockPool:
             self._becomes_spare.discard(block)
             self._holders[block] = self._holders.get(block, 0) + 1
         if len(shared) < len(prefix):
-            self._bring_back([key for key in prefix if key not in self._block_of])
+            self._swap_in([key for key in prefix if key not in self._block_of])
             shared = [self._block_of[key] for key in prefix]
         return shared + [self._take_one() for _ in range(count)]
 
-    def _bring_back(self, keys: Sequence[bytes]) -> None:
+    def _swap_in(self, keys: Sequence[bytes]) -> None:
         """Swap the blocks of `keys` in from the host, into new blocks."""
         assert self._host
-        self._host.want(keys)
+        self._host.protect(keys)
         for key in keys:
             block = self._take_one()
             self._block_of[key], self._key_of[block] = block, key
-            self._host.bring_back(key, block)
+            self._host.swap_in(key, block)
 
     def _take_one(self) -> int:
         if self._free:
@@ -129,7 +129,7 @@ class BlockPool:
             key = self._key_of.pop(block)
             del self._block_of[key]
             if self._host:
-                self._host.keep(key, block)
+                self._host.swap_out(key, block)
         self._holders[block] = 1
         return block
 

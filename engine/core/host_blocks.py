@@ -16,36 +16,36 @@ class HostBlocks:
     def __init__(self, num_places: int):
         self._free = list(range(num_places - 1, -1, -1))
         self._place_of: PrefixLRU[bytes, int] = PrefixLRU()
-        self._wanted: set[int] = set()  # places that the next step reads, which must not be overwritten before
-        self._out: list[tuple[int, int]] = []  # for the next batch: block, place
-        self._back: list[tuple[int, int]] = []
+        self._protected: set[int] = set()  # places that the next step reads, which must not be overwritten before
+        self._outs: list[tuple[int, int]] = []  # for the next batch: block, place
+        self._ins: list[tuple[int, int]] = []
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._place_of
 
     @property
-    def num_coming_back(self) -> int:
+    def num_swap_ins(self) -> int:
         """Return the number of blocks that the next step swaps in."""
-        return len(self._back)
+        return len(self._ins)
 
-    def is_coming_back(self, block: int | None) -> bool:
+    def awaits_swap_in(self, block: int | None) -> bool:
         """Return whether the next step swaps an entry into `block`."""
-        return any(block == each for each, _ in self._back)
+        return any(block == each for each, _ in self._ins)
 
-    def keep(self, key: bytes, block: int) -> None:
+    def swap_out(self, key: bytes, block: int) -> None:
         """Swap out `block`, which has this key and will be overwritten. The least recently used entry is evicted for
-        it; if even that one is wanted by the next step, `block` is lost."""
+        it; if even that one is protected, `block` is lost."""
         if key in self._place_of:
             self._place_of.use([key])
             return
         if self._free:
             place = self._free.pop()
         else:
-            if next(iter(self._place_of.values())) in self._wanted:
+            if next(iter(self._place_of.values())) in self._protected:
                 return
             _, place = self._place_of.evict()
         self._place_of[key] = place
-        self._out.append((block, place))
+        self._outs.append((block, place))
 
     def discard(self, key: bytes) -> None:
         """Make the entry unfindable and the next one to evict. It keeps its place until then, because the next step may
@@ -55,25 +55,25 @@ class HostBlocks:
             self._place_of[unused] = self._place_of.pop(key)
             self._place_of.move_to_end(unused, last=False)
 
-    def want(self, keys: Sequence[bytes]) -> None:
+    def protect(self, keys: Sequence[bytes]) -> None:
         """Protect the entries of `keys`, which will be swapped in, from eviction until the next step."""
         self._place_of.use(keys)
-        self._wanted.update([self._place_of[key] for key in keys])
+        self._protected.update([self._place_of[key] for key in keys])
 
-    def bring_back(self, key: bytes, block: int) -> None:
-        """Swap a wanted entry in, into the new `block`."""
-        self._back.append((block, self._place_of[key]))
+    def swap_in(self, key: bytes, block: int) -> None:
+        """Swap a protected entry in, into the new `block`."""
+        self._ins.append((block, self._place_of[key]))
 
     def take_swaps(self) -> Swaps | None:
         """Return the swaps that the next step starts with, or None."""
-        if not self._out and not self._back:
+        if not self._outs and not self._ins:
             return None
-        swaps = Swaps(self._out, self._back)
-        self._out, self._back, self._wanted = [], [], set()
+        swaps = Swaps(self._outs, self._ins)
+        self._outs, self._ins, self._protected = [], [], set()
         return swaps
 
     def check(self) -> None:
         """Check that each place is free or has one key. Called between two steps."""
         places = [*self._free, *self._place_of.values()]
         assert sorted(places) == list(range(len(places)))
-        assert not self._wanted
+        assert not self._protected

@@ -66,7 +66,7 @@ class KVCacheManager:
         """Allocate the blocks of a prompt behind `prefix`, whose blocks it shares. Return False when it has to wait."""
         pool = self.pool
         written = [self._written(group, prefix) for group in range(len(self.groups))]
-        if any(pool.is_coming_back(key) for keys in written for key in keys):
+        if any(pool.awaits_swap_in(key) for keys in written for key in keys):
             return False
         on_device = [list(map(pool.is_on_device, each)) for each in written]
         num_blocks = pool.blocks_for(len(request.token_ids))
@@ -134,8 +134,8 @@ class KVCacheManager:
 
     def _own_written(self, request: Request, slot: int, index: int, end: int, on_device: Sequence[bool]) -> None:
         """Give the request blocks of its own in place of the found ones that it writes, which are the last ones before
-        place `end`. Its last blocks are those for the copies. A block that comes back from the host needs none: its key
-        can still be found there."""
+        place `end`. Its last blocks are those for the copies. A block that is swapped in needs none: its key can still
+        be found on the host."""
         block_ids, num_copies = request.cache.block_ids[index], sum(on_device)
         copies = block_ids[len(block_ids) - num_copies :]
         del block_ids[len(block_ids) - num_copies :]

@@ -177,7 +177,7 @@ class Scheduler:
 
     def _tokens_during_swap_in(self) -> int:
         """Return how many tokens can be computed while blocks are swapped in, without making the step longer."""
-        return self.pool.num_coming_back * self.pool.block_size // SWAP_IN_SPEED
+        return self.pool.num_swap_ins * self.pool.block_size // SWAP_IN_SPEED
 
     def _add_in_order(self, builder: BatchBuilder, prompts: Sequence[Request]) -> None:
         """Add as much of each prompt as the budget allows, then waiting requests."""

@@ -226,11 +226,11 @@ class Copy(NamedTuple):
 
 
 class Swaps(NamedTuple):
-    """Swaps before the step: pairs of a block and its place on the host. First all of `out` are swapped out, then the
-    copies are made, then all of `back` are swapped in. If several blocks go to one place, the last one stays."""
+    """Swaps before the step: pairs of a block and its place on the host. First all of `outs` are swapped out, then the
+    copies are made, then all of `ins` are swapped in. If several blocks go to one place, the last one stays."""
 
-    out: Sequence[tuple[int, int]]
-    back: Sequence[tuple[int, int]]
+    outs: Sequence[tuple[int, int]]
+    ins: Sequence[tuple[int, int]]
 
 
 class Batch(NamedTuple):

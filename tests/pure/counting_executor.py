@@ -116,11 +116,11 @@ class CountingExecutor:
                 arrival.spans,
                 [[] for _ in self.cache_groups],
             )
-        for block, place in batch.swaps.out if batch.swaps else ():
+        for block, place in batch.swaps.outs if batch.swaps else ():
             self.on_host[place] = self._names(block)
         for copy in batch.copies:
             self._put(copy.target, self._names(copy.source))
-        for block, place in batch.swaps.back if batch.swaps else ():
+        for block, place in batch.swaps.ins if batch.swaps else ():
             self._put(block, self.on_host[place])
         for row in batch.rows:
             for block_ids, new in zip(self.slots[row.slot].block_ids, row.new_block_ids, strict=False):

@@ -42,7 +42,7 @@ class HostCache:
         self._uploads = Uploads(device)
         self._num_staged = max(1, min(num_places, STAGE_BYTES // size))
         stages = torch.empty(2, self._num_staged, words, dtype=torch.int64, device=device)
-        self._stage_out, self._stage_back = stages
+        self._stage_out, self._stage_in = stages
         self._chunk_len = max(1, CHUNK_BYTES // size)
         lengths = [min(self._chunk_len, num_places - start) for start in range(0, num_places, self._chunk_len)]
         self._chunks = [torch.empty(length, words, dtype=torch.int64, pin_memory=is_gpu) for length in lengths]
@@ -52,13 +52,13 @@ class HostCache:
         self._up.wait_stream(self._down)  # before the swaps out, which wait for the last step to end
         blocks = {name: np.array([block for block, _ in moves], np.int64) for name, moves in swaps._asdict().items()}
         sent = self._uploads.send(blocks)
-        self._put_out(swaps.out, sent["out"])
+        self._swap_out(swaps.outs, sent["outs"])
         self._caches.copy(copies)
-        if {place for _, place in swaps.out} & {place for _, place in swaps.back}:
+        if {place for _, place in swaps.outs} & {place for _, place in swaps.ins}:
             self._up.wait_stream(self._down)
-        self._bring_back(swaps.back, sent["back"])
+        self._swap_in(swaps.ins, sent["ins"])
 
-    def _put_out(self, moves: Moves, blocks: Tensor) -> None:
+    def _swap_out(self, moves: Moves, blocks: Tensor) -> None:
         stage, main = self._stage_out, self._module.current_stream()
         for some, ids in self._staged(moves, blocks):
             main.wait_stream(self._down)  # the stream has read the stage
@@ -69,8 +69,8 @@ class HostCache:
                 for row, (_, place) in zip(stage, some, strict=False):
                     self._at(place).copy_(row, non_blocking=True)
 
-    def _bring_back(self, moves: Moves, blocks: Tensor) -> None:
-        stage, main = self._stage_back, self._module.current_stream()
+    def _swap_in(self, moves: Moves, blocks: Tensor) -> None:
+        stage, main = self._stage_in, self._module.current_stream()
         for some, ids in self._staged(moves, blocks):
             with self._module.stream(self._up):
                 for row, (_, place) in zip(stage, some, strict=False):

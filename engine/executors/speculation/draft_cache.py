@@ -38,7 +38,7 @@ class DraftCache:
         for copy in copies:
             self._filled[copy.target] = self._filled[copy.source]
         if batch.swaps:
-            self._filled[[block for block, _ in batch.swaps.back]] = 0  # only the target model's part comes back
+            self._filled[[block for block, _ in batch.swaps.ins]] = 0  # only the target model's part is swapped in
         for arrival in batch.arrivals:
             self._num_blocks[arrival.slot] = self._num_valid[arrival.slot] = 0
             self._guessed[arrival.slot] = []

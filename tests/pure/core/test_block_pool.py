@@ -155,7 +155,7 @@ def computed(pool, token_ids):
     return blocks
 
 
-def test_evicted_blocks_are_found_on_the_host_and_brought_back_into_new_ones():
+def test_evicted_blocks_are_found_on_the_host_and_swapped_in_into_new_ones():
     pool, token_ids = BlockPool(3, SIZE, num_host_blocks=2), list(range(8))
     first, second = computed(pool, token_ids)
     held = pool.take(2)  # one was free
@@ -171,16 +171,16 @@ def test_evicted_blocks_are_found_on_the_host_and_brought_back_into_new_ones():
     pool.check()
 
 
-def test_a_block_that_has_been_brought_back_is_still_on_the_host():
+def test_a_block_that_has_been_swapped_in_is_still_on_the_host():
     pool, token_ids = BlockPool(1, SIZE, num_host_blocks=1), list(range(4))
     computed(pool, token_ids)
-    for moves in (Swaps([(0, 0)], []), Swaps([], [(0, 0)]), None):  # out, back, and nothing to copy the second time
-        pool.give_back(pool.take(0, keys_of(token_ids)) if moves and moves.back else pool.take(1))
+    for moves in (Swaps([(0, 0)], []), Swaps([], [(0, 0)]), None):  # out, in, and nothing to copy the second time
+        pool.give_back(pool.take(0, keys_of(token_ids)) if moves and moves.ins else pool.take(1))
         assert pool.take_swaps() == moves
     assert pool.find(keys_of(token_ids)) == 1
 
 
-def test_the_host_forgets_what_was_used_least_recently_but_nothing_that_is_being_brought_back():
+def test_the_host_forgets_what_was_used_least_recently_but_nothing_that_is_being_swapped_in():
     pool = BlockPool(2, SIZE, num_host_blocks=2)
     for first in (0, 10, 20, 30):
         computed(pool, list(range(first, first + 8)))
@@ -195,14 +195,14 @@ def test_the_host_forgets_what_was_used_least_recently_but_nothing_that_is_being
     pool.check()
 
 
-def test_what_was_brought_back_stays_on_the_host_longest_and_the_beginning_of_a_prefix_longer_than_its_end():
+def test_what_was_swapped_in_stays_on_the_host_longest_and_the_beginning_of_a_prefix_longer_than_its_end():
     host, known = HostBlocks(3), [b"first", b"second", b"other"]
     for block, key in enumerate(known):
-        host.keep(key, block)
-    host.want(known[:2])
+        host.swap_out(key, block)
+    host.protect(known[:2])
     host.take_swaps()
     for block, left in ((3, [b"first", b"second"]), (4, [b"first"])):
-        host.keep(b"new %d" % block, block)
+        host.swap_out(b"new %d" % block, block)
         assert [key for key in known if key in host] == left
 
 
@@ -223,16 +223,16 @@ class Contents:
         self.of_block, self.of_place = {}, {}
 
     def begin_step(self, swaps):
-        for block, place in swaps.out if swaps else ():
+        for block, place in swaps.outs if swaps else ():
             self.of_place[place] = self.of_block[block]
-        for block, place in swaps.back if swaps else ():
+        for block, place in swaps.ins if swaps else ():
             self.of_block[block] = self.of_place[place]
-        return len(swaps.back) if swaps else 0
+        return len(swaps.ins) if swaps else 0
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 1, 4, 30])
 def test_the_books_agree_after_any_history(num_host_blocks):
-    num_brought_back = 0
+    num_swap_ins = 0
     for seed in range(8):
         rng = random.Random(f"{num_host_blocks} {seed}")
         pool = BlockPool(rng.randrange(1, 12), SIZE, bool(num_host_blocks) or rng.random() < 0.8, num_host_blocks)
@@ -253,7 +253,7 @@ def test_the_books_agree_after_any_history(num_host_blocks):
                         pool.take(need, keys)
                 else:
                     new.append((pool.take(need, keys), token_ids, len(keys)))
-            num_brought_back += contents.begin_step(pool.take_swaps())
+            num_swap_ins += contents.begin_step(pool.take_swaps())
             for blocks, token_ids, num_found in new:
                 keys = keys_of(token_ids)
                 assert [contents.of_block[block] for block in blocks[:num_found]] == keys[:num_found]
@@ -262,7 +262,7 @@ def test_the_books_agree_after_any_history(num_host_blocks):
                 held.append(blocks)
             pool.check()
             assert pool.num_held == len({block for blocks in held for block in blocks})
-    assert num_brought_back > 20 or not num_host_blocks
+    assert num_swap_ins > 20 or not num_host_blocks
 
 
 def test_a_discarded_block_is_found_neither_here_nor_on_the_host():
@@ -301,7 +301,7 @@ def test_a_discarded_block_on_the_host_is_not_overwritten_before_it_is_swapped_i
     pool.publish(block[0], b"other")
     pool.give_back(block)
     pool.take(2)
-    assert pool.take_swaps().out == [] and b"other" not in pool
+    assert pool.take_swaps().outs == [] and b"other" not in pool
 
 
 def test_spare_blocks_are_evicted_first_until_they_have_been_found():

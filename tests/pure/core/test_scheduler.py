@@ -350,7 +350,7 @@ def test_a_preempted_request_finds_its_blocks_on_the_host():
 def test_what_a_step_waits_for_from_the_host_counts_against_its_budget():
     pool = BlockPool(48, 4, num_host_blocks=100)
     scheduler = Scheduler(pool, Limits(max_batch=12, max_batched_tokens=12, block_ratio=0.99))
-    executor, num_back = an_executor(scheduler), []
+    executor, num_swap_ins = an_executor(scheduler), []
     for turn in range(2):
         for first in range(0, 12_000, 1000):
             scheduler.add(a_request(fill(16 + turn, first), 1))
@@ -360,10 +360,10 @@ def test_what_a_step_waits_for_from_the_host_counts_against_its_budget():
             scheduler.add(a_request(fill(192, 50_000), 1))
             run(scheduler, executor)
     while batch := scheduler.next_batch():
-        num_back.append(len(batch.swaps.back))
+        num_swap_ins.append(len(batch.swaps.ins))
         scheduler.apply(executor.launch(batch).result())
     # Each brings 16 tokens, which count as two, and computes one.
-    assert num_back == [4 * 4] * 3
+    assert num_swap_ins == [4 * 4] * 3
 
 
 def test_a_request_that_comes_back_is_no_merit_of_the_cache():

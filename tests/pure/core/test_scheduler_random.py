@@ -60,7 +60,7 @@ class World:
     dropped: list[str] = field(default_factory=list)
     outputs: list[StepOutput] = field(default_factory=list)  # of steps that were launched and not applied
     num_ahead: int = 0
-    num_brought_back: int = 0  # blocks, from the host
+    num_swap_ins: int = 0  # blocks, from the host
     next_start: dict[tuple[str, int], int] = field(default_factory=dict)  # by request and number of preemptions
 
     def __post_init__(self):
@@ -152,7 +152,7 @@ class World:
         if batch is None:
             return False
         self.check_batch(batch)
-        self.num_brought_back += len(batch.swaps.back) if batch.swaps else 0
+        self.num_swap_ins += len(batch.swaps.ins) if batch.swaps else 0
         oldest = next(iter(self.scheduler.running.values()))
         is_stuck = oldest.num_computed == before.get(oldest.request_id)
         assert self.outputs or not is_stuck, "the oldest request did not get on"
@@ -215,7 +215,7 @@ def live(world, drops):
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("block_ratio", [0.01, 0.3, 0.99, 1])
 def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, how):
-    num_preemptions = num_cached = num_accepted = num_forks = num_apart = num_ahead = num_brought_back = 0
+    num_preemptions = num_cached = num_accepted = num_forks = num_apart = num_ahead = num_swap_ins = 0
     for seed in range(12):
         rng = random.Random(f"{block_ratio} {caching} {how} {seed}")
         num_host_blocks = (0, 1, 3, 100)[seed % 4] if caching else 0
@@ -227,11 +227,11 @@ def test_every_request_ends_once_with_its_own_tokens(block_ratio, caching, how):
         num_forks += len(world.forks)
         num_apart += world.num_apart
         num_ahead += world.num_ahead
-        num_brought_back += world.num_brought_back
+        num_swap_ins += world.num_swap_ins
     # With the worst case reserved no request is preempted, nor with one request at a time; else some must have been.
     assert num_preemptions > 0 if block_ratio == 0.99 else num_preemptions == 0 or block_ratio == 0.3
     assert (num_cached > 0) == caching
-    assert (num_brought_back > 5) == caching
+    assert (num_swap_ins > 5) == caching
     assert (num_accepted > 0) == ("drafts" in how)
     assert num_forks > 30
     assert num_apart > 20
@@ -257,7 +257,7 @@ WINDOW = CacheGroup(SLIDING_WINDOW, 7)
 )
 def test_every_request_ends_once_with_its_own_tokens_whatever_the_cache_groups(groups, how, monkeypatch):
     monkeypatch.setattr(kv_cache_manager, "SNAPSHOT_INTERVAL", 8)
-    num_preemptions = num_cached = num_brought_back = num_accepted = 0
+    num_preemptions = num_cached = num_swap_ins = num_accepted = 0
     for seed in range(12):
         rng = random.Random(f"{groups} {how} {seed}")
         block_ratio, num_host_blocks = (0.3, 0.75, 0.99, 1)[seed // 2 % 4], (0, 1, 3, 100)[seed % 4]
@@ -266,9 +266,9 @@ def test_every_request_ends_once_with_its_own_tokens_whatever_the_cache_groups(g
         num_preemptions += world.scheduler.counters.num_preemptions
         num_cached += world.scheduler.counters.num_cached_tokens
         num_accepted += world.scheduler.counters.num_accepted_tokens
-        num_brought_back += world.num_brought_back
+        num_swap_ins += world.num_swap_ins
     has_state = any(group.kind == STATE for group in groups)
-    assert num_cached > 0 and num_brought_back > 0
+    assert num_cached > 0 and num_swap_ins > 0
     assert num_preemptions > 0 or has_state or len(groups) == 1
     assert (num_accepted > 0) == ("drafts" in how)
 
