@@ -53,14 +53,14 @@ async def run_concurrently(
             }
             index, item = await answers_of_all.get()
             if item is None:
-                window.has_ended()
+                window.release()
             elif isinstance(item, Delta):
                 deadline = clock() + timeout_s
                 answered.add(index)
                 yield index, item
             elif not isinstance(item, Overloaded) or index in answered:
                 raise item
-            elif not window.was_refused(index):
+            elif not window.requeue(index):
                 if clock() >= deadline:
                     raise item
                 await asyncio.sleep(RETRY_AFTER_S)
@@ -106,11 +106,11 @@ class _CongestionWindow:
             self._num_open += 1
             yield self._waiting.popleft()
 
-    def has_ended(self) -> None:
+    def release(self) -> None:
         self._num_open -= 1
         self._max_open = min(self._at_once, self._max_open + 1 / self._max_open)
 
-    def was_refused(self, index: int) -> bool:
+    def requeue(self, index: int) -> bool:
         """Queue the request again. Return True if other requests are open, whose end makes room."""
         self._num_open -= 1
         self._max_open = max(1.0, self._num_open / 2)

@@ -60,7 +60,7 @@ class RetryingBackend:
             try:
                 async with contextlib.aclosing(self._backend.generate(asked, timeout_s)) as answers:
                     async for answer in answers:
-                        policy.was_answered()
+                        policy.record_answer()
                         yield received_tokens.add(answer)
                 return
             except EngineUnavailable as error:
@@ -117,7 +117,7 @@ class RetryPolicy:
         self._num_losses = 0
         self._deadline = 0.0
 
-    def was_answered(self) -> None:
+    def record_answer(self) -> None:
         """Reset the number of consecutive losses."""
         self._num_losses = 0
 

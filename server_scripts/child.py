@@ -113,7 +113,7 @@ class Child:
         """Return True if the current process was running at time `at`."""
         return self.process is not None and at > self.started_at
 
-    def is_stopped_for_long(self) -> bool:
+    def check_stopped_for_long(self) -> bool:
         """Return True if the process or one of its helpers has been stopped by SIGSTOP for too long."""
         found = [read_stat(each.pid) for each in (self.process, *self.helpers) if each]
         now, is_stopped = time.monotonic(), any(each.state == "T" for each in found if each)
@@ -148,7 +148,7 @@ class Child:
             for helper in self.helpers:
                 helper.kill()
 
-    def has_ended(self, status: int | None) -> bool:
+    def record_end(self, status: int | None) -> bool:
         """Record the exit and schedule the restart.
 
         Return False if it was no crash but a wait for another machine. `status` is that of waitpid, or None if it is

@@ -168,7 +168,7 @@ class Supervisor:
                 self._note_end(child, None)
 
     def _note_end(self, child: Child, status: int | None) -> None:
-        is_crash = child.has_ended(status)
+        is_crash = child.record_end(status)
         if not self.num_stop_signals and self.state.phase not in ("stopping", "ending the model"):
             self._act_on_end(child, is_crash)
 
@@ -240,7 +240,7 @@ class Supervisor:
         Workers that share a port cannot be probed individually, and clients of a stopped one would wait forever.
         """
         for child in self.children:
-            if child.is_stopped_for_long():
+            if child.check_stopped_for_long():
                 self._end(child, "has been stopped for too long")
 
     def _act_on_observation(self) -> None:

@@ -84,9 +84,9 @@ class ImageQueue:
         """Return whether so many requests wait that no others should be looked for."""
         return len(self._waiting) >= MAX_WAITING
 
-    def has_embeddings(self, request: Request, num_cached: int) -> bool:
-        """Return whether a request has the embeddings of all images that end after `num_cached` tokens. Otherwise it
-        waits for them, and is not to be asked for until then."""
+    def fill_or_enqueue(self, request: Request, num_cached: int) -> bool:
+        """Give a request the embeddings of its images that end after `num_cached` tokens. Return whether it has them
+        all; otherwise it waits for them."""
         num_wanted = _num_missing(request, num_cached)
         first_missing = self._fill(request, num_cached)
         self.counters.num_image_queries += num_wanted

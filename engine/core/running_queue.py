@@ -103,7 +103,7 @@ class RunningQueue:
             if is_ahead and request.needs_output_tokens:  # its slot may be that of a request in the running step
                 return None
             has_slots = len(request.forks) < len(self._free_slots)
-            if has_slots and self._lacks_images(request):
+            if has_slots and self._enqueue_images(request):
                 if self._images and self._images.is_full:
                     return None
                 continue
@@ -117,11 +117,12 @@ class RunningQueue:
             passed.append(request)
         return None
 
-    def _lacks_images(self, request: Request) -> bool:
-        """Return whether a request has to wait for embeddings of images. What the prefix cache has needs none."""
+    def _enqueue_images(self, request: Request) -> bool:
+        """Return whether a request has to wait for embeddings of images, which it does from then on. What the prefix
+        cache has needs none."""
         if not self._images or not any(span.pixels for span in request.spans):
             return False
-        return not self._images.has_embeddings(request, self.cache.num_found(request))
+        return not self._images.fill_or_enqueue(request, self.cache.num_found(request))
 
     def _begin(self, request: Request) -> None:
         self.waiting.begin(request)

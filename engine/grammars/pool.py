@@ -107,7 +107,7 @@ class GrammarPool:
                 grammar.process.call("advance", unsent, False, on_reply=partial(self._advanced, grammar, matchers))
                 sent[grammar] = matchers
         for grammar in self._wait(list(sent)):
-            self._is_late(grammar, sent[grammar])
+            self._mark_late(grammar, sent[grammar])
 
     def note_growth(self, matcher: Matcher) -> None:
         """Tell its worker with the next call of `settle`."""
@@ -155,7 +155,7 @@ class GrammarPool:
         for grammar in self._wait(list(asked)):
             if grammar.process:
                 self._late_rows[grammar.process] = end_row
-            self._is_late(grammar, [matcher for matcher, *_ in asked[grammar]])
+            self._mark_late(grammar, [matcher for matcher, *_ in asked[grammar]])
             for matcher, *_ in asked[grammar]:
                 matcher.is_mask_missing = True
 
@@ -178,7 +178,7 @@ class GrammarPool:
             self._workers.receive(left_s)
         return []
 
-    def _is_late(self, grammar: CompiledGrammar, matchers: Sequence[Matcher]) -> None:
+    def _mark_late(self, grammar: CompiledGrammar, matchers: Sequence[Matcher]) -> None:
         grammar.num_late_steps = NUM_LATE_STEPS
         for matcher in matchers:
             matcher.is_ready = matcher.failure is not None

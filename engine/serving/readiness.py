@@ -65,10 +65,10 @@ class Readiness:
         """Return the error of requests that the shutdown refuses or ends."""
         return EngineUnavailable(self._end.why if self._end else Stopping.why)
 
-    def is_drain_over(self) -> bool:
-        """Return True when an announced shutdown must end the open requests, and refuse new ones from its announced
-        time on. Triton itself would close their streams without a final response, and starts before it calls
-        `finalize`. Must be called regularly."""
+    def update_drain(self) -> bool:
+        """Refuse new requests from the time on that a shutdown has announced. Return True when it must end the open
+        ones: Triton itself would close their streams without a final response, and starts before it calls `finalize`.
+        Must be called regularly."""
         if self._end is None and self._options.stopping_file:
             with contextlib.suppress(FileNotFoundError):
                 self._end = Stopping.of(self._options.stopping_file.read_text())

@@ -198,7 +198,7 @@ class Reply:
         self.ended(TimedOut("the model sent no response for {limit} s, the request is cancelled", limit=limit_s))
         return True
 
-    def may_wait_too_long(self, limit_s: float) -> bool:
+    def take_expiry_check(self, limit_s: float) -> bool:
         """Return True, at most once a second, if no token has arrived within `limit_s`. Only the engine knows whether
         the request is still waiting."""
         now = time.time()

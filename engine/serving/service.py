@@ -328,14 +328,14 @@ class Service:
             self._shared.end_unused()
             self._stored.finished.evict_expired()
             replies = self._replies.all()
-            if self._readiness.is_drain_over():
+            if self._readiness.update_drain():
                 for reply in replies:
                     reply.ended(self._readiness.stopping)
                     reply.cancel_all()
             for reply in replies:
                 if reply.end_if_cancelled() or reply.end_if_late():
                     reply.cancel_all()  # at once: the senders may be busy
-                elif queue_s and reply.may_wait_too_long(queue_s):
+                elif queue_s and reply.take_expiry_check(queue_s):
                     self.client.expire(reply.first_id, waited_too_long(queue_s))
             # A poll costs about 70 us per reply for a message to Triton. A poll that was slow on a busy machine must
             # not delay the next one too much, or requests of disconnected clients would keep running.

@@ -64,7 +64,7 @@ class SharedStreams:
     def end_unused(self) -> None:
         """End streams that have been unused for IDLE_S or whose gateway has disconnected. Must be called regularly."""
         for name, stream in list(self._streams.items()):
-            if stream.is_unused(name in self._num_sharing):
+            if stream.check_unused(name in self._num_sharing):
                 self._end(name, stream)
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class _SharedStream:
                 self._send(is_end=False)
             self._send(is_end=True)
 
-    def is_unused(self, is_needed: bool) -> bool:
+    def check_unused(self, is_needed: bool) -> bool:
         """Return True if the stream is over, was not needed for IDLE_S, or its gateway has disconnected."""
         now = time.monotonic()
         if is_needed:

@@ -52,7 +52,7 @@ class IncomingMessages:
             self._connection.num_known += len(message) + MESSAGE_EXTRA
         return message
 
-    def has_answered(self) -> None:
+    def record_response(self) -> None:
         """Account for the bytes that the client sends back for a response."""
         self._connection.num_known += RESPONSE_EXTRA
 
@@ -71,7 +71,7 @@ class _ClientConnection:
         self.num_known = 0  # received bytes that gRPC no longer holds
         self.num_held = 0
 
-    def has_received(self, num_bytes: int) -> None:
+    def update_received(self, num_bytes: int) -> None:
         self.num_known = min(self.num_known, num_bytes) if self.open else num_bytes
         self.num_held = num_bytes - self.num_known
 
@@ -113,7 +113,7 @@ class IncompleteMessageLimiter:
 
     def _look(self, received: dict[Peer, int]) -> None:
         for peer, connection in list(self._connections.items()):
-            connection.has_received(received.get(peer, 0))
+            connection.update_received(received.get(peer, 0))
             if peer not in received and not connection.open:
                 del self._connections[peer]
         total = sum(each.num_held for each in self._connections.values())

@@ -43,7 +43,7 @@ async def retrying_responses(
                         if _is_unavailable(answer) and policy.is_between_models(received_tokens):
                             raise ModelUnreachable("the model ended before it started the request")
                         if isinstance(answer, wire.Delta) and (answer.token_ids or answer.is_end):
-                            policy.was_answered()
+                            policy.record_answer()
                             answer = received_tokens.add(answer)
                         is_over |= answer.is_end
                         message.infer_response.raw_output_contents[0] = _encoded(answer, request)

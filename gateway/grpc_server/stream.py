@@ -135,7 +135,7 @@ class InferStream:
         answer = asyncio.create_task(self._answer(name, fresh, reservation))
         self._answers.add(answer)
         self.incoming.is_in_use = True
-        answer.add_done_callback(self._has_ended)
+        answer.add_done_callback(self._remove)
         answer.add_done_callback(lambda _: reservation.release())  # also if it is cancelled before it starts
 
     def _checked(self, request: service_pb2.ModelInferRequest) -> bytes:
@@ -170,7 +170,7 @@ class InferStream:
                 return _replicated(shared.replicated, name, body)
         return retrying_responses(shared.connections, shared.ready, shared.served, request)
 
-    def _has_ended(self, answer: asyncio.Task[None]) -> None:
+    def _remove(self, answer: asyncio.Task[None]) -> None:
         self._answers.discard(answer)
         self.incoming.is_in_use = bool(self._answers)
 
@@ -185,7 +185,7 @@ class InferStream:
             with contextlib.suppress(grpc.aio.InternalError):  # the client has disconnected
                 await self.context.write(message)
                 self.num_responses += 1
-                self.incoming.has_answered()
+                self.incoming.record_response()
             self._write_timer.end_wait()
 
 

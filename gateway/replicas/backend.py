@@ -47,7 +47,7 @@ class ReplicatedBackend:
 
     async def generate(self, body: dict[str, Any], timeout_s: float) -> AsyncGenerator[Delta, None]:
         """Yield the answers to one request. After a loss the next replica continues after the last token."""
-        request = _Placement(self.replicas, with_seed(body), timeout_s)
+        request = _PlacedRequest(self.replicas, with_seed(body), timeout_s)
         while True:
             replica = await request.next_replica()
             rest = self.replicas.with_source(request.rest, request.keys, replica, request.stopped)
@@ -57,10 +57,10 @@ class ReplicatedBackend:
             try:
                 async with contextlib.aclosing(answers):
                     async for answer in answers:
-                        yield request.was_answered(answer)
+                        yield request.record_answer(answer)
                 return
             except (EngineUnavailable, Overloaded) as error:
-                request.was_refused(error, replica)
+                request.record_refusal(error, replica)
 
     async def probe(self, with_metrics: bool = False) -> ModelState:
         """Return the state of this server's model, or that of another replica if this server cannot answer."""
@@ -122,7 +122,7 @@ class ReplicatedBackend:
         return ready or [self.replicas.local]
 
 
-class _Placement:
+class _PlacedRequest:
     """One request: the tokens that were received, and the replicas that may continue it."""
 
     def __init__(self, replicas: ReplicaSet, body: dict[str, Any], timeout_s: float):
@@ -132,7 +132,7 @@ class _Placement:
         self._received = ReceivedTokens()
         self._begun: Arithmetic | None = None  # of the last answer that was received
         self._chosen = replicas.local.arithmetic  # of the last replica
-        self._tried: list[Replica] = []  # replicas that are full
+        self._full: list[Replica] = []  # replicas
         self._num_losses = 0
         self.stopped: Replica | None = None  # that has handed the request over
         self._error: RequestError = EngineUnavailable("no replica of the model is ready; retry later")
@@ -152,11 +152,11 @@ class _Placement:
                 return self._take(found)
         clock, lora = asyncio.get_running_loop().time, self._body.get("lora_name")
         while True:
-            if replica := self._replicas.choose(self.keys, self._begun, self._tried, lora):
+            if replica := self._replicas.choose(self.keys, self._begun, self._full, lora):
                 return self._take(replica)
             if isinstance(self._error, Overloaded) and not self._received or clock() >= self._deadline:
                 raise self._error
-            self._tried.clear()
+            self._full.clear()
             await asyncio.sleep(CHECK_EVERY_S)
 
     def _take(self, replica: Replica) -> Replica:
@@ -164,20 +164,20 @@ class _Placement:
         replica.num_inexact += self._begun not in (None, self._chosen)
         return replica
 
-    def was_answered(self, answer: Delta) -> Delta:
+    def record_answer(self, answer: Delta) -> Delta:
         """Record an answer and return it (`ReceivedTokens.add`)."""
         self._begun = self._chosen
         self._num_losses = 0
         return self._received.add(answer)
 
-    def was_refused(self, error: EngineUnavailable | Overloaded, replica: Replica) -> None:
+    def record_refusal(self, error: EngineUnavailable | Overloaded, replica: Replica) -> None:
         """Prepare the request for the next replica. Raise `error` if the request itself may be the cause."""
         self._num_losses += isinstance(error, ModelLost)
         is_over_limit = isinstance(error, Overloaded) and error.retry_after_s is not None  # of its owner
         if error.field is not None or is_over_limit or self._num_losses > MAX_LOSSES:
             raise error
         if isinstance(error, Overloaded):
-            self._tried.append(replica)
+            self._full.append(replica)
         elif isinstance(error, HandedOver):
             self.stopped = replica
         else:

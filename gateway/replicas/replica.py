@@ -116,7 +116,7 @@ class Replica:
                 if isinstance(answer, Exception):
                     raise answer
                 if opened.num_tokens:
-                    self._begun(opened, keys, answer)
+                    self._record_first_answer(opened, keys, answer)
                 yield answer
                 if answer.is_end:
                     await reading  # a stream to tritonserver must end by itself
@@ -125,7 +125,7 @@ class Replica:
             self._open.pop(opened, None)
             reading.cancel()
 
-    def _begun(self, opened: OpenRequest, keys: PromptKeys, answer: Delta) -> None:
+    def _record_first_answer(self, opened: OpenRequest, keys: PromptKeys, answer: Delta) -> None:
         opened.num_tokens = 0
         if answer.usage.cached_tokens == 0:  # it has evicted them
             self.known.discard(keys.chain)

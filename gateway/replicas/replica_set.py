@@ -140,14 +140,14 @@ class ReplicaSet:
         return [replica for replica, _ in self._remote.values() if not replica.is_self]
 
     def choose(
-        self, keys: PromptKeys, begun: Arithmetic | None, tried: Iterable[Replica], lora: str | None
+        self, keys: PromptKeys, begun: Arithmetic | None, full: Iterable[Replica], lora: str | None
     ) -> Replica | None:
         """Return the replica for a request, or None if none is ready. If an answer has begun, the same model must
         continue it, if possible with the same fingerprint. Otherwise the model is that of this server, or that of most
         replicas while this server is not ready.
         """
         self.local.load_elsewhere = self._load(self._front_end)
-        ready = [each for each in (self.local, *self.others) if each.is_ready and each not in tried]
+        ready = [each for each in (self.local, *self.others) if each.is_ready and each not in full]
         model = begun.model if begun else ""
         if begun is None and ready:
             models = [each.model for each in ready]

@@ -131,7 +131,7 @@ def test_the_embeddings_of_the_least_recently_used_images_are_dropped():
 
     def is_there(content):
         request = with_image(content.decode(), content)
-        found = queue.has_embeddings(request, 0)
+        found = queue.fill_or_enqueue(request, 0)
         while queue.is_busy:
             queue.advance()
         return found

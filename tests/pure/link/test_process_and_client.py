@@ -197,7 +197,7 @@ def test_a_request_that_crashes_the_engine_is_found_and_ends_alone(tmp_path):
             with an_engine_process(address) as engine:
                 wait_until(lambda engine=engine: engine.poll() is not None or culprit.ends)
             if not culprit.ends:
-                child.has_ended(signal.SIGSEGV)
+                child.record_end(signal.SIGSEGV)
                 assert child.restart_at is not None  # it is not given up
                 suspect.unlink(missing_ok=True)  # with the next start
             num_crashes += 1

@@ -21,12 +21,12 @@ def child():
 
 def test_a_child_that_has_ended_is_due_at_once_and_later_the_second_time(child):
     child.process = object()
-    child.has_ended(signal.SIGKILL)
+    child.record_end(signal.SIGKILL)
     assert child.process is None
     assert child.restart_at <= time.monotonic()
     assert (child.num_crashes, child.exit_reason) == (1, "was killed by SIGKILL")
     before = time.monotonic()
-    child.has_ended(signal.SIGKILL)
+    child.record_end(signal.SIGKILL)
     assert child.restart_at >= before + back_off(2)
 
 
@@ -34,7 +34,7 @@ def test_crashes_that_are_far_apart_do_not_add_up(child):
     for _ in range(10):
         child.healthy_since = time.monotonic() - HEALTHY_AFTER_S
         child.restart_at = None
-        child.has_ended(signal.SIGKILL)
+        child.record_end(signal.SIGKILL)
         assert (child.num_crashes, child.restart_at is None) == (1, False)
 
 
@@ -42,7 +42,7 @@ def test_crashes_soon_after_each_other_add_up_until_it_is_given_up(child):
     for number in (1, 2, 3):
         child.healthy_since = time.monotonic()
         child.restart_at = None
-        child.has_ended(signal.SIGKILL)
+        child.record_end(signal.SIGKILL)
         assert (child.num_crashes, child.restart_at is None) == (number, number == 3)
 
 
@@ -54,7 +54,7 @@ def test_an_engine_that_has_computed_tokens_since_its_start_is_started_again_at_
         assert not progress.exists()  # it was the one's before
         if has_progressed:
             progress.touch()
-        child.has_ended(signal.SIGKILL)
+        child.record_end(signal.SIGKILL)
         assert child.num_crashes == number
         assert (child.restart_at <= time.monotonic()) == (number == 1)
 
@@ -68,7 +68,7 @@ def test_a_process_learns_whether_one_before_it_has_served(tmp_path):
         os.waitpid(child.process.pid, 0)
         if has_progressed:
             progress.touch()
-        child.has_ended(1)
+        child.record_end(1)
     child.start()
     os.waitpid(child.process.pid, 0)
     assert log.read_text() == "is back:\n" * 2 + "is back: 1\n" * 2
@@ -90,7 +90,7 @@ def crash(tmp_path):
             suspect.write_text(name)
         if has_progressed:
             progress.touch()
-        child.has_ended(signal.SIGSEGV)
+        child.record_end(signal.SIGSEGV)
         return child.num_crashes
 
     return crash
@@ -121,7 +121,7 @@ def test_another_child_that_has_answered_since_its_start_is_started_again_at_onc
     child = Child(ChildSpec("tritonserver", [], {}, Path()))
     for was_healthy, number in ((False, 1), (False, 2), (True, 1), (True, 1)):
         child.healthy_since = time.monotonic() if was_healthy else None
-        child.has_ended(signal.SIGKILL)
+        child.record_end(signal.SIGKILL)
         assert child.num_crashes == number
 
 
@@ -145,13 +145,13 @@ def test_a_helper_is_known_by_its_program(tmp_path, program, is_found):
 
 
 def test_a_host_that_was_lost_is_no_crash(child):
-    child.has_ended(signal.SIGKILL)
+    child.record_end(signal.SIGKILL)
     for _ in range(10):
         child.healthy_since = now = time.monotonic()
-        assert child.has_ended(HostLost.exit_status << 8) is False
+        assert child.record_end(HostLost.exit_status << 8) is False
         assert (child.num_crashes, child.process, child.healthy_since) == (1, None, None)
         assert child.restart_at > now
-    assert child.has_ended(signal.SIGKILL) is True
+    assert child.record_end(signal.SIGKILL) is True
     assert child.num_crashes == 2
 
 
@@ -180,6 +180,6 @@ def test_what_is_stopped_again_and_again_is_not_stopped_for_long(monkeypatch):
     monkeypatch.setattr(child_module, "read_stat", lambda pid: ProcessStat(state, 0, 0, 1))
     monkeypatch.setattr(child_module.time, "monotonic", lambda: now)
     for now, state in ((5, "T"), (19, "T"), (20, "S"), (21, "T"), (36, "T")):  # noqa: B007
-        assert not child.is_stopped_for_long()
+        assert not child.check_stopped_for_long()
     now = 36.5
-    assert child.is_stopped_for_long()
+    assert child.check_stopped_for_long()
