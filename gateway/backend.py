@@ -62,12 +62,12 @@ class Backend(Protocol):
         """End an open request of this owner, regardless of the connection that sent it. Raise RequestError as above."""
         ...
 
-    async def about_tokens(self, question: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
-        """Tokenize or detokenize: `question` has the field TOKENIZE or DETOKENIZE. Raise RequestError as above."""
+    async def tokenize_or_detokenize(self, body: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
+        """Tokenize or detokenize: `body` has the field TOKENIZE or DETOKENIZE. Raise RequestError as above."""
         ...
 
-    async def change_loras(self, question: dict[str, Any], owner: Owner) -> LoraList:
-        """Load or unload an adapter: `question` has the field LOAD_LORA or UNLOAD_LORA. Raise RequestError as above."""
+    async def change_loras(self, body: dict[str, Any], owner: Owner) -> LoraList:
+        """Load or unload an adapter: `body` has the field LOAD_LORA or UNLOAD_LORA. Raise RequestError as above."""
         ...
 
     async def stored_response(self, body: dict[str, Any]) -> StoredResponse:

@@ -12,16 +12,16 @@ from engine import wire
 from engine.errors import InvalidRequest
 from engine.settings.served import OWN_NAME
 from gateway.anthropic.fields import fields as message_fields
-from gateway.anthropic.request import tokenize_body_of
+from gateway.anthropic.request import chat_of as chat_of_message
 from gateway.app_keys import ANTHROPIC, BACKEND, BODY_MEMORY, CONFIG, NATIVE, OPENAI, RESPONSES, served_names
 from gateway.body import parse_body, read_payload
 from gateway.body_memory import BodyMemoryReservation
 from gateway.endpoint import Endpoint
 from gateway.http_responses import CONTEXT, json_response
-from gateway.openai.request import chat_source
+from gateway.openai.request import chat_source, tokenize_body
 from gateway.openai.unsupported_fields import refuse_any
 from gateway.responses.fields import fields as response_fields
-from gateway.responses.request import tokenize_body_of as question_of_response
+from gateway.responses.request import chat_of as chat_of_response
 
 MAX_ABORT_BYTES = 8 << 10  # enough for a req_id in any escaped form
 MAX_LORA_BYTES = 64 << 10  # enough for a name and a path
@@ -39,27 +39,28 @@ async def abort(request: web.Request) -> web.Response:
 
 async def tokenize(request: web.Request) -> web.Response:
     """Return the tokens of a prompt or a chat."""
-    return await _about_tokens(request, wire.TOKENIZE)
+    return await _tokenize_or_detokenize(request, wire.TOKENIZE)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """Return the text of tokens."""
-    return await _about_tokens(request, wire.DETOKENIZE)
+    return await _tokenize_or_detokenize(request, wire.DETOKENIZE)
 
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Return the number of tokens in the prompt of a message."""
-    return json_response(await _counted(request, tokenize_body_of))
+    return json_response(await _count_tokens(request, chat_of_message))
 
 
 async def count_input(request: web.Request) -> web.Response:
     """Return the number of tokens in the input of a response."""
-    return json_response(COUNT | await _counted(request, question_of_response))
+    return json_response(COUNT | await _count_tokens(request, chat_of_response))
 
 
-async def _counted(request: web.Request, question: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+async def _count_tokens(request: web.Request, chat_of: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     async with _body(request, request.app[CONFIG].max_body_bytes) as body:
-        return _count(await request.app[BACKEND].about_tokens({wire.TOKENIZE: question(body)}))
+        tokenized = await request.app[BACKEND].tokenize_or_detokenize({wire.TOKENIZE: tokenize_body(body, chat_of)})
+        return _count(tokenized)
 
 
 def _count(answer: wire.TokenizeResponse | wire.DetokenizeResponse) -> dict[str, Any]:
@@ -67,12 +68,14 @@ def _count(answer: wire.TokenizeResponse | wire.DetokenizeResponse) -> dict[str,
     return {"input_tokens": len(answer.tokens)}
 
 
-async def _about_tokens(request: web.Request, kind: str) -> web.Response:
+async def _tokenize_or_detokenize(request: web.Request, kind: str) -> web.Response:
     async with _body(request, request.app[CONFIG].max_body_bytes) as body:
         refuse_any(body, {"chat_template": ()})
         if kind == wire.TOKENIZE and body.get("messages") is not None:
             body |= chat_source(body)
-        return json_response(_without_is_end((await request.app[BACKEND].about_tokens({kind: body})).fields()))
+        return json_response(
+            _without_is_end((await request.app[BACKEND].tokenize_or_detokenize({kind: body})).fields())
+        )
 
 
 async def load_lora(request: web.Request) -> web.Response:

@@ -93,11 +93,11 @@ class RetryingBackend:
     async def abort(self, req_id: str, owner: Owner) -> Aborted:
         return await self._backend.abort(req_id, owner)
 
-    async def about_tokens(self, question: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
-        return await self._backend.about_tokens(question)
+    async def tokenize_or_detokenize(self, body: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
+        return await self._backend.tokenize_or_detokenize(body)
 
-    async def change_loras(self, question: dict[str, Any], owner: Owner) -> LoraList:
-        return await self._backend.change_loras(question, owner)
+    async def change_loras(self, body: dict[str, Any], owner: Owner) -> LoraList:
+        return await self._backend.change_loras(body, owner)
 
     async def is_live(self) -> bool:
         return await self._backend.is_live()

@@ -27,7 +27,7 @@ async def retrieve_response(request: web.Request) -> web.StreamResponse:
         return await _answer(request, wire.RETRIEVE)
     context = request[CONTEXT]
     context.protocols = [RESPONSES]
-    stored = await _ask(request, _question(_response_id(request), wire.RETRIEVE))
+    stored = await _ask(request, _action_body(_response_id(request), wire.RETRIEVE))
     exchange = RESPONSES.resumed(stored, context, _starting_after(request))
     context.exchange = exchange
     name_adapter(context, exchange, exchange.completion.model)
@@ -54,7 +54,7 @@ async def _complete(stored: wire.StoredResponse) -> http_responses.Answers:
 async def list_input_items(request: web.Request) -> web.Response:
     """Return a page of the input items of a stored response."""
     request[CONTEXT].protocols = [RESPONSES]
-    stored = await _ask(request, _question(_response_id(request), wire.RETRIEVE))
+    stored = await _ask(request, _action_body(_response_id(request), wire.RETRIEVE))
     return json_response(page_of(RESPONSES.input_items(stored), request.query))
 
 
@@ -80,7 +80,7 @@ async def previous_of(request: web.Request, body: Mapping[str, Any]) -> wire.Sto
         return None
     response_id = wire.FIELDS["req_id"].check(PREVIOUS, body[PREVIOUS])
     try:
-        return await _ask(request, _question(response_id, wire.RETRIEVE))
+        return await _ask(request, _action_body(response_id, wire.RETRIEVE))
     except UnknownAnswer as error:
         raise error.blaming(PREVIOUS) from None
 
@@ -88,7 +88,7 @@ async def previous_of(request: web.Request, body: Mapping[str, Any]) -> wire.Sto
 async def _answer(request: web.Request, action: str) -> web.Response:
     context = request[CONTEXT]
     context.protocols = [RESPONSES]
-    return json_response(RESPONSES.stored(await _ask(request, _question(_response_id(request), action)), context))
+    return json_response(RESPONSES.stored(await _ask(request, _action_body(_response_id(request), action)), context))
 
 
 def _response_id(request: web.Request) -> str:
@@ -115,7 +115,7 @@ async def _ask(request: web.Request, body: Mapping[str, Any]) -> wire.StoredResp
     return await request.app[BACKEND].stored_response(asked, request.app[REQUEST_TIMEOUT])
 
 
-def _question(response_id: str, action: str) -> dict[str, Any]:
+def _action_body(response_id: str, action: str) -> dict[str, Any]:
     return {wire.STORED: {"id": response_id, "action": action}}
 
 

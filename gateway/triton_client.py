@@ -132,13 +132,13 @@ class TritonBackend:
         assert isinstance(aborted, wire.Aborted)
         return aborted
 
-    async def about_tokens(self, question: dict[str, Any]) -> wire.TokenizeResponse | wire.DetokenizeResponse:
-        answer = await self._one_answer(question)
+    async def tokenize_or_detokenize(self, body: dict[str, Any]) -> wire.TokenizeResponse | wire.DetokenizeResponse:
+        answer = await self._one_answer(body)
         assert isinstance(answer, (wire.TokenizeResponse, wire.DetokenizeResponse))
         return answer
 
-    async def change_loras(self, question: dict[str, Any], owner: wire.Owner) -> wire.LoraList:
-        loras = await self._one_answer(wire.with_owner(question, owner))
+    async def change_loras(self, body: dict[str, Any], owner: wire.Owner) -> wire.LoraList:
+        loras = await self._one_answer(wire.with_owner(body, owner))
         assert isinstance(loras, wire.LoraList)
         return loras
 

@@ -21,8 +21,8 @@ def tokenize_or_detokenize(
     return None
 
 
-def _tokenize(question: dict[str, Any], processor: InputProcessor) -> wire.TokenizeResponse:
-    given = wire.check_fields(question, wire.TOKENIZE_FIELDS)
+def _tokenize(body: dict[str, Any], processor: InputProcessor) -> wire.TokenizeResponse:
+    given = wire.check_fields(body, wire.TOKENIZE_FIELDS)
     if ("prompt" in given) == ("messages" in given):
         raise InvalidRequest("Exactly one of `{field}` and `messages` must be set", field="prompt")
     source = "prompt" if "prompt" in given else "messages"
@@ -51,8 +51,8 @@ def _chat_ids(given: dict[str, Any], processor: InputProcessor) -> list[int]:
     return processor.tokenizer.encode(text, given.get("add_special_tokens", False))
 
 
-def _detokenize(question: dict[str, Any], processor: InputProcessor) -> wire.DetokenizeResponse:
-    given = wire.check_fields(question, wire.DETOKENIZE_FIELDS)
+def _detokenize(body: dict[str, Any], processor: InputProcessor) -> wire.DetokenizeResponse:
+    given = wire.check_fields(body, wire.DETOKENIZE_FIELDS)
     if "tokens" not in given:
         raise InvalidRequest("`{field}` is missing", field="tokens")
     processor.check_ids("tokens", given["tokens"])

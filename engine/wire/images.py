@@ -81,10 +81,10 @@ def image_parts(messages: Any) -> Iterator[Json]:
 
 
 def has_images(body: Json) -> bool:
-    """Return whether the body of a request, which is unchecked, has image parts: in its messages or in those of a
-    question about tokens."""
-    question = body.get("tokenize")
-    found = (body.get("messages"), question.get("messages") if isinstance(question, dict) else None)
+    """Return whether the body of a request, which is unchecked, has image parts: in its messages or in those
+    that it wants tokenized."""
+    tokenize = body.get("tokenize")
+    found = (body.get("messages"), tokenize.get("messages") if isinstance(tokenize, dict) else None)
     return any(True for messages in found for _ in image_parts(messages))
 
 

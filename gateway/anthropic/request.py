@@ -15,7 +15,6 @@ from gateway.anthropic.fields import CHAT_FIELDS, REFUSED
 from gateway.openai.output_syntax import OutputSyntax
 from gateway.openai.request import (
     CompletionRequest,
-    chat_source,
     check_bool,
     check_object,
     check_positive,
@@ -66,12 +65,6 @@ def chat_of(body: Json) -> Json:
     if chat["messages"] and chat["messages"][-1].get("role") == "assistant":
         chat["continue_final_message"] = True
     return chat
-
-
-def tokenize_body_of(body: Json) -> Json:
-    """Return the body of a tokenize question, which counts the tokens of the prompt."""
-    chat = chat_of({name: value for name, value in body.items() if value is not None})
-    return {**chat, **chat_source(chat), "mm_processor_kwargs": body.get("mm_processor_kwargs")}
 
 
 def _messages(body: Json) -> list[Json]:

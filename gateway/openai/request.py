@@ -9,7 +9,7 @@ messages. Fields that are not supported are in unsupported_fields.py; unknown fi
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,6 +217,12 @@ def _logprobs(body: dict[str, Any]) -> int | None:
     if body.get("logprobs", False) is False:
         return None
     return _checked(body, "logprobs", check_num_top)
+
+
+def tokenize_body(body: dict[str, Any], chat_of: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Return the body of a tokenize request for the prompt of `body`, whose chat `chat_of` returns."""
+    chat = chat_of({name: value for name, value in body.items() if value is not None})
+    return {**chat, **chat_source(chat), "mm_processor_kwargs": body.get("mm_processor_kwargs")}
 
 
 def chat_source(body: dict[str, Any]) -> dict[str, Any]:

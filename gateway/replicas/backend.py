@@ -93,12 +93,12 @@ class ReplicatedBackend:
         answers = await asyncio.gather(*map(ask, (self.replicas.local, *self.replicas.others)))
         return Aborted(req_id, any(answer.aborted for answer in answers))
 
-    async def about_tokens(self, question: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
-        return await self._answering()[0].backend.about_tokens(question)
+    async def tokenize_or_detokenize(self, body: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
+        return await self._answering()[0].backend.tokenize_or_detokenize(body)
 
-    async def change_loras(self, question: dict[str, Any], owner: Owner) -> LoraList:
+    async def change_loras(self, body: dict[str, Any], owner: Owner) -> LoraList:
         """Change the adapters of this server. Requests that name one are sent to replicas that have it."""
-        return await self.replicas.local.backend.change_loras(question, owner)
+        return await self.replicas.local.backend.change_loras(body, owner)
 
     async def stored_response(self, body: dict[str, Any]) -> StoredResponse:
         """Return a stored response, whichever replica has it. A background response begins on this server."""

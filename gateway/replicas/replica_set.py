@@ -61,8 +61,8 @@ class RemoteReplica(Replica):
 
     async def poll(self, find: tuple[str, str] | None = None, within_s: float = SILENT_S) -> Summary:
         """Ask for the news. Raise AioRpcError."""
-        question = write(Poll(self.identity, self._num_keys, find, self._front_end))
-        summary = read_summary(await self._connections.poll(question, within_s))
+        poll = write(Poll(self.identity, self._num_keys, find, self._front_end))
+        summary = read_summary(await self._connections.poll(poll, within_s))
         self._answered_at = asyncio.get_running_loop().time()
         self._take(summary)
         return summary

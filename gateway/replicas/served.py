@@ -45,7 +45,7 @@ class ForwardedRequest:
 
 
 class Poll(msgspec.Struct, frozen=True):
-    """Question of a front end to another replica."""
+    """Poll of another replica by a front end."""
 
     identity: bytes = b""  # of the replica at the previous poll
     since: int = 0  # number of its keys that are known
@@ -80,7 +80,7 @@ class ServedRequests:
     def note(self, body: dict[str, Any], keys: PromptKeys | None = None) -> None:
         """Record a request that is sent to the model of this server."""
         if not isinstance(req_id := body.get("req_id"), str):
-            return  # a probe or another question
+            return  # a probe, or another request without an answer
         new = self.known.add((keys or prompt_keys(body)).chain)
         self._news += new
         self._num_keys += len(new)

@@ -13,7 +13,7 @@ from typing import Any
 from engine import wire
 from engine.errors import InvalidRequest
 from gateway.openai.output_syntax import OutputSyntax
-from gateway.openai.request import chat_source, check_bool, check_object, check_positive, check_string
+from gateway.openai.request import check_bool, check_object, check_positive, check_string
 from gateway.openai.request import parse as parse_chat
 from gateway.openai.unsupported_fields import NAMES as NAMES_OF_CHAT
 from gateway.openai.unsupported_fields import REFUSED as REFUSED_IN_CHATS
@@ -83,12 +83,6 @@ def tools_of(body: Json) -> Json:
     """Return the `tools` field of the chat, or nothing if there are none. Raise InvalidRequest."""
     tools = [_tool(each, f"[{at}]") for at, each in enumerate(wire.objects("tools", body.get("tools") or []))]
     return {"tools": tools} if tools else {}
-
-
-def tokenize_body_of(body: Json) -> Json:
-    """Return the body of a tokenize question, which counts the tokens of the prompt."""
-    chat = chat_of({name: value for name, value in body.items() if value is not None})
-    return {**chat, **chat_source(chat), "mm_processor_kwargs": body.get("mm_processor_kwargs")}
 
 
 def _messages(body: Json, before: Sequence[Json]) -> list[Json]:

@@ -152,18 +152,18 @@ class FakeBackend:
         self.aborts.append((req_id, owner.name))
         return Aborted(req_id, True)
 
-    async def about_tokens(self, question: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
+    async def tokenize_or_detokenize(self, body: dict[str, Any]) -> TokenizeResponse | DetokenizeResponse:
         """Answer questions about a text whose tokens are its code points."""
-        self.bodies.append(json.loads(json.dumps(question)))
-        if TOKENIZE in question:
-            text = check_fields(question[TOKENIZE], TOKENIZE_FIELDS).get("prompt", "")
+        self.bodies.append(json.loads(json.dumps(body)))
+        if TOKENIZE in body:
+            text = check_fields(body[TOKENIZE], TOKENIZE_FIELDS).get("prompt", "")
             return TokenizeResponse([ord(each) for each in text], 8192)
-        tokens = check_fields(question[DETOKENIZE], DETOKENIZE_FIELDS).get("tokens", ())
+        tokens = check_fields(body[DETOKENIZE], DETOKENIZE_FIELDS).get("tokens", ())
         return DetokenizeResponse("".join(chr(each % 128) for each in tokens))
 
-    async def change_loras(self, question: dict[str, Any], owner: Owner) -> LoraList:
+    async def change_loras(self, body: dict[str, Any], owner: Owner) -> LoraList:
         """There is one then."""
-        self.bodies.append(json.loads(json.dumps(with_owner(question, owner))))
+        self.bodies.append(json.loads(json.dumps(with_owner(body, owner))))
         if self.script:
             raise self.script[0]
         return LoraList(["one"])

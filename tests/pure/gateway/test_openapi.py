@@ -181,7 +181,7 @@ def test_the_version_is_reported():
 
 def test_an_error_of_the_model_about_tokens_has_openais_shape():
     class Refusing(FakeBackend):
-        async def about_tokens(self, question):
+        async def tokenize_or_detokenize(self, body):
             raise self.script[0]
 
     for error, status in ((InvalidRequest("wrong", field="prompt"), 400), (Overloaded("full"), 429)):

@@ -12,13 +12,14 @@ from engine.errors import InvalidRequest, RequestError
 from engine.serving.tokenization import tokenize_or_detokenize
 from engine.text.tokenizer import Tokenizer
 from engine.wire import checks, schema_of
-from gateway.anthropic.request import tokenize_body_of
+from gateway.anthropic.request import chat_of
 from gateway.app_keys import ANTHROPIC, RESPONSES
 from gateway.body import parse_body
 from gateway.json_encoder import dump
 from gateway.native.request import is_native
 from gateway.native.request import parse as parse_native
 from gateway.openai.request import parse as parse_openai
+from gateway.openai.request import tokenize_body
 from gateway.protocol import RequestContext
 from tests.byte_tokenizer import write_tokenizer
 from tests.fuzz import (
@@ -172,7 +173,7 @@ def test_any_object_may_come_to_a_protocol_that_is_a_chat_in_other_words(protoco
     exchange = outcome(protocol.parse, body, call)
     for each in exchange.requests if exchange else ():
         wire.parse_request(json.loads(json.dumps(each)))
-    outcome(tokenize_body_of, body)
+    outcome(tokenize_body, body, chat_of)
 
 
 @pytest.mark.slow
