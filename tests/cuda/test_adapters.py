@@ -16,7 +16,7 @@ from engine.models.adapters import identified  # noqa: E402
 from engine.ops.cuda.adapters import Layer, add_adapters, groups_of  # noqa: E402
 from tests.cuda.arrays import array, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
-from tests.cuda.test_executor import SETTINGS, golden  # noqa: E402
+from tests.cuda.test_executor import SETTINGS, golden_cases  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # the interpreter tells of it
 
@@ -70,7 +70,7 @@ def test_the_tokens_are_those_of_merged_checkpoints_whoever_is_beside_them(adapt
     slots.
     """
     graphs, adapters = adapted
-    prompts = [prompt for prompt, _ in golden("qwen2", [7, 65]).values()]
+    prompts = [prompt for prompt, _ in golden_cases("qwen2", [7, 65]).values()]
     wanted = [of_definition(graph_dir, prompts) for graph_dir in graphs]
     assert wanted[0] != wanted[1] != wanted[2] != wanted[0]
     config = dataclasses.replace(SETTINGS, lora_dir="/adapters", max_loras=2)

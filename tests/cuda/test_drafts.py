@@ -35,6 +35,7 @@ from engine.settings.config import Config  # noqa: E402
 from tests import eagle3_checkpoints, mtp_checkpoints  # noqa: E402
 from tests.cuda.arrays import array  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
+from tests.golden_arrays import golden  # noqa: E402
 from tests.pure.executors.test_draft_model import check_answers, run  # noqa: E402
 from tests.pure.executors.test_drafting import RandomPauses  # noqa: E402
 
@@ -118,24 +119,24 @@ def test_drafts_behind_a_prompt_are_those_of_the_reference(method, family, use_c
 
     model._graph._runs._program = program
     model.wait = lambda: [made := wait(), drafts.extend(made)][0]
-    with np.load(ROOT / f"tests/golden/{method}/{family}.npz") as known:
-        loop = EngineLoop(drafting, 60, replace(config, max_num_batched_tokens=24))
-        for length in (3, 70) if IS_INTERPRETED else (3, 70, 70):
-            prompt = known[f"prompt_{length}"].tolist()
-            request = Request("0", list(prompt), length, Sampling(8, temperature=0))
-            loop.add(request)
-            logits.clear()
-            drafts.clear()
-            while not drafts:
-                loop.step()
-            assert request.token_ids[length] == known[f"first_{length}"]
-            assert drafts[0] == known[f"tokens_{length}"].tolist()
-            if not use_cudagraph:
-                found = torch.log_softmax(torch.tensor(np.stack(logits[:NUM_DRAFTS])), -1).numpy()
-                np.testing.assert_allclose(found, known[f"logprobs_{length}"], rtol=0, atol=1e-3)
-                assert ids[found.argmax(1)].tolist() == drafts[0]
-            while not loop.is_idle:
-                loop.step()
+    known = golden(f"{method}/{family}")
+    loop = EngineLoop(drafting, 60, replace(config, max_num_batched_tokens=24))
+    for length in (3, 70) if IS_INTERPRETED else (3, 70, 70):
+        prompt = known[f"prompt_{length}"].tolist()
+        request = Request("0", list(prompt), length, Sampling(8, temperature=0))
+        loop.add(request)
+        logits.clear()
+        drafts.clear()
+        while not drafts:
+            loop.step()
+        assert request.token_ids[length] == known[f"first_{length}"]
+        assert drafts[0] == known[f"tokens_{length}"].tolist()
+        if not use_cudagraph:
+            found = torch.log_softmax(torch.tensor(np.stack(logits[:NUM_DRAFTS])), -1).numpy()
+            np.testing.assert_allclose(found, known[f"logprobs_{length}"], rtol=0, atol=1e-3)
+            assert ids[found.argmax(1)].tolist() == drafts[0]
+        while not loop.is_idle:
+            loop.step()
     has_states = any(group.kind == STATE for group in executor.cache_groups)  # which are found inside a block, too
     assert loop.stats()["num_cached_tokens"] == (0 if IS_INTERPRETED else 69 if has_states else 64)
     drafting.close()

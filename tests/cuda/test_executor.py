@@ -19,15 +19,16 @@ from engine.executors.speculation.executor import with_speculation  # noqa: E402
 from engine.exporting.manifest import Manifest  # noqa: E402
 from engine.ops import reference  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
-from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
+from tests.golden_arrays import golden  # noqa: E402
 
 FAMILIES = ["llama", "llama3", "mistral", "qwen2", "qwen2_untied", "qwen3", "ernie4_5"]
 SETTINGS = Config(device="cpu", batch_size=8, block_bs=2.0, max_num_batched_tokens=96, cudagraph_capture_sizes="1,2,4")
 
 
-def golden(family, lengths):
-    with np.load(ROOT / f"tests/golden/{family}.npz") as arrays:
-        return {n: (arrays[f"prompt_{n}"].tolist(), arrays[f"tokens_{n}"].tolist()) for n in lengths}
+def golden_cases(family, lengths):
+    arrays = golden(family)
+    return {n: (arrays[f"prompt_{n}"].tolist(), arrays[f"tokens_{n}"].tolist()) for n in lengths}
 
 
 def a_loop(graph_dir, device, **settings):
@@ -53,13 +54,13 @@ def test_the_tokens_are_those_of_transformers(exported, device, family, use_cuda
     """All prompts run at once: longer ones in chunks next to the decodes of others."""
     lengths, count = ([7, 130], 4) if IS_INTERPRETED else ([1, 7, 63, 64, 65, 130, 200], 64)
     loop = a_loop(exported(family), device, use_cudagraph=use_cudagraph)
-    cases = golden(family, lengths)
+    cases = golden_cases(family, lengths)
     found = generate(loop, [prompt for prompt, _ in cases.values()], max_new_tokens=count)
     assert found == [tokens[:count] for _, tokens in cases.values()]
 
 
 def test_the_fingerprint_is_the_same_again_and_answers_after_it_are_those_of_transformers(exported, device):
-    [(prompt, tokens)] = golden("qwen2", [7]).values()
+    [(prompt, tokens)] = golden_cases("qwen2", [7]).values()
     loop = a_loop(exported("qwen2"), device)
     bounds = 512, SETTINGS.max_num_batched_tokens, loop.scheduler.pool.num_blocks
     found = fingerprint(loop.executor, Manifest.read(exported("qwen2")).vocab_size, bounds)
@@ -69,7 +70,7 @@ def test_the_fingerprint_is_the_same_again_and_answers_after_it_are_those_of_tra
 
 
 def test_a_prompt_alone_is_read_in_steps_that_choose_nothing(exported, device):
-    [(prompt, tokens)] = golden("qwen2", [130]).values()
+    [(prompt, tokens)] = golden_cases("qwen2", [130]).values()
     loop = a_loop(exported("qwen2"), device, max_num_batched_tokens=48)
     assert generate(loop, [prompt], max_new_tokens=3) == [tokens[:3]]
     assert loop.stats()["num_steps"] == 3 + 2
@@ -233,8 +234,8 @@ def test_float16_is_nearer_by_the_three_bits_that_it_has_more(exported, device, 
 
 def error_of(graph_dir, device, family):
     """Return the error of the five likeliest tokens."""
-    with np.load(ROOT / f"tests/golden/{family}.npz") as arrays:
-        cases = [(arrays[f"prompt_{n}"].tolist(), arrays[f"logits_{n}"][-1]) for n in (1, 7, 63, 64, 65, 130, 200)]
+    arrays = golden(family)
+    cases = [(arrays[f"prompt_{n}"].tolist(), arrays[f"logits_{n}"][-1]) for n in (1, 7, 63, 64, 65, 130, 200)]
     loop = a_loop(graph_dir, device)
     requests = [
         Request(str(n), prompt, len(prompt), Sampling(1, temperature=0, num_logprobs=5))

@@ -11,7 +11,7 @@ from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.cuda import expanded_mla, prefill_attention  # noqa: E402
 from engine.ops.cuda.prefill_attention import KnownStarts  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, array, assert_close, floats, tensor  # noqa: E402
-from tests.cuda.test_executor import a_loop, generate, golden  # noqa: E402
+from tests.cuda.test_executor import a_loop, generate, golden_cases  # noqa: E402
 from tests.pure.latent_batch import LatentBatch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # the interpreter tells of it
@@ -163,7 +163,7 @@ def test_16_bits_are_as_good_as_they_are(device, expanded, dtype, is_int8, sizes
 
 def test_the_tokens_stay_the_same(exported, device, expanded):
     """Prompts are whole in a step, in chunks, or too short."""
-    prompts = [prompt for prompt, _ in golden("qwen2", [7, 63]).values()]
+    prompts = [prompt for prompt, _ in golden_cases("qwen2", [7, 63]).values()]
 
     def answers():
         loop = a_loop(exported("deepseek_v2"), device, max_num_batched_tokens=40, use_cudagraph=False)

@@ -11,17 +11,13 @@ from engine.core.loop import EngineLoop  # noqa: E402
 from engine.core.types import Request, Sampling  # noqa: E402
 from engine.executors.cuda.executor import CudaExecutor  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
-from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
+from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
 from tests.family_checkpoints import FEW_BLOCKS, ON_GPUS, prompt_lens  # noqa: E402
+from tests.golden_arrays import golden  # noqa: E402
 
 SETTINGS = Config(batch_size=8, max_num_batched_tokens=24, cudagraph_capture_sizes="1,2,4,8", block_ratio=0.99)
 MAX_ERROR = 2e-4  # of log-probabilities in float32
 SMALL, LARGE = 20, 150  # blocks of each group: requests are preempted, or all prompts fit
-
-
-def golden(family: str) -> dict[str, np.ndarray]:
-    with np.load(ROOT / f"tests/golden/families/{family}.npz") as arrays:
-        return dict(arrays)
 
 
 def lens(family: str) -> list[int]:
@@ -46,7 +42,7 @@ def case(request, exported, device):
     """Return the golden answers of a family, its lengths of prompts, an executor and a small number of blocks."""
     family = request.param
     executor = CudaExecutor(exported(family, block_size=16), SETTINGS, device.type)
-    yield golden(family), lens(family), executor, FEW_BLOCKS.get(family, SMALL)
+    yield golden(f"families/{family}"), lens(family), executor, FEW_BLOCKS.get(family, SMALL)
     executor.close()
 
 

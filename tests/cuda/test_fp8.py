@@ -15,7 +15,7 @@ from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.cuda import a8w8_fp8, fp8, invariant  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, array, assert_close, distance, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
-from tests.cuda.test_executor import SETTINGS, generate, golden  # noqa: E402
+from tests.cuda.test_executor import SETTINGS, generate, golden_cases  # noqa: E402
 from tests.quantized_checkpoints import make_fp8  # noqa: E402
 
 # The interpreter tells of what a GPU does without a word.
@@ -151,7 +151,7 @@ def test_the_tokens_are_those_of_the_definition(exported, device, kind):
     if not graph_dir.exists():
         quantized, _ = make_fp8(graph_dir.with_name("fp8"), kind)
         export(quantized, graph_dir, ExportOptions("float32", "weight_only_fp8"))
-    prompts = [prompt for prompt, _ in golden("qwen2", [7, 65]).values()]
+    prompts = [prompt for prompt, _ in golden_cases("qwen2", [7, 65]).values()]
     executor = CudaExecutor(graph_dir, SETTINGS, device.type)
     executor.allocate(32)
     count = 2 if IS_INTERPRETED else 12
@@ -170,7 +170,7 @@ def test_log_probabilities_are_nearer_to_the_definition_than_rounding_moves_them
     def likeliest(executor):
         executor.allocate(32)
         loop, found = EngineLoop(executor, 32, SETTINGS), {}
-        for n, (prompt, _) in golden("qwen2", [1, 7, 65]).items():
+        for n, (prompt, _) in golden_cases("qwen2", [1, 7, 65]).items():
             loop.add(Request(str(n), list(prompt), len(prompt), Sampling(1, temperature=0, num_logprobs=20)))
         while not loop.is_idle:
             for update in loop.step():

@@ -16,7 +16,7 @@ from engine.errors import HostLost  # noqa: E402
 from engine.executors.distributed.hosts import comparable_settings  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
-from tests.cuda.test_executor import golden  # noqa: E402
+from tests.cuda.test_executor import golden_cases  # noqa: E402
 from tests.cuda.test_ranks import ranks_of  # noqa: E402
 from tests.server import free_ports  # noqa: E402
 
@@ -31,7 +31,7 @@ def two_hosts(graph_dir, num_ranks, environ=(), settings=()):
     """Start both hosts with half of the ranks, and of the GPUs, each. `settings` are fields of the second one."""
     [port], processes, size = free_ports(1), [], num_ranks // 2
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3").split(",")
-    prompts = [prompt for prompt, _ in golden("qwen2", LENGTHS).values()]
+    prompts = [prompt for prompt, _ in golden_cases("qwen2", LENGTHS).values()]
     for host in (1, 0):
         gpus = ",".join(visible[host * size : host * size + size])
         command = [sys.executable, "-m", "tests.cuda.host_process", graph_dir, host, port, num_ranks]
@@ -59,7 +59,7 @@ def answers_of(master):
 @pytest.mark.skipif(IS_INTERPRETED, reason="takes a minute with the interpreter")
 @pytest.mark.parametrize("environ", [{}, OVER_SOCKETS], ids=["nvlink", "sockets"])
 def test_two_hosts_have_the_tokens_of_one(exported, two_devices, environ):
-    cases = golden("qwen2", LENGTHS)
+    cases = golden_cases("qwen2", LENGTHS)
     with two_hosts(exported("qwen2", num_ranks=2), 2, environ) as (master, _):
         assert answers_of(master) == [tokens[:COUNT] for _, tokens in cases.values()]
 
@@ -69,7 +69,7 @@ def test_a_rank_that_dies_ends_both_hosts_in_the_middle_of_their_answers(exporte
     """The supervisors of both then start the engines again. Of four ranks, the victim is the second one of a host."""
     if IS_INTERPRETED and (num_ranks, victim) == (2, 0):
         pytest.skip("takes a minute with the interpreter")
-    cases = golden("qwen2", LENGTHS)
+    cases = golden_cases("qwen2", LENGTHS)
     with two_hosts(exported("qwen2", num_ranks=num_ranks), num_ranks) as both:
         assert answers_of(both[0]) == [tokens[:COUNT] for _, tokens in cases.values()]
         pid = both[victim].pid

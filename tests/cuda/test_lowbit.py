@@ -18,7 +18,7 @@ from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.cuda import experts_fp8, lowbit  # noqa: E402
 from tests.cuda.arrays import BF16_STEP, array, assert_close, distance, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
-from tests.cuda.test_executor import SETTINGS, generate, golden  # noqa: E402
+from tests.cuda.test_executor import SETTINGS, generate, golden_cases  # noqa: E402
 
 # The interpreter tells of what a GPU does without a word.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{what} encountered") for what in ("overflow", "invalid value")]
@@ -233,10 +233,8 @@ def test_the_tokens_are_those_of_the_definition(exported, device, case, monkeypa
     family, options = MODELS[case]
     graph_dir = exported(family, **options)
     lengths, count = ([7, 130], 4) if IS_INTERPRETED else ([1, 7, 63, 130], 16)
-    prompts = [
-        prompt
-        for prompt, _ in golden("qwen2" if family in ("awq", "qwen3_moe", "deepseek_v3") else family, lengths).values()
-    ]
+    known = "qwen2" if family in ("awq", "qwen3_moe", "deepseek_v3") else family
+    prompts = [prompt for prompt, _ in golden_cases(known, lengths).values()]
     settings = replace(SETTINGS, use_cudagraph="int4" not in case)
     executor = CudaExecutor(graph_dir, settings, device.type)
     executor.allocate(32)

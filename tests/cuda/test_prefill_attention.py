@@ -10,7 +10,7 @@ from engine.ops import cuda, reference  # noqa: E402
 from engine.ops.cuda import prefill_attention  # noqa: E402
 from engine.ops.cuda.prefill_attention import KnownStarts, PromptChunk  # noqa: E402
 from tests.cuda.arrays import array, tensor  # noqa: E402
-from tests.cuda.test_executor import a_loop, generate, golden  # noqa: E402
+from tests.cuda.test_executor import a_loop, generate, golden_cases  # noqa: E402
 from tests.pure.paged_batch import PagedBatch  # noqa: E402
 
 
@@ -107,7 +107,7 @@ def test_what_it_cannot_do_goes_the_usual_way(device, ways, batch):
 
 def test_the_tokens_stay_those_of_transformers(exported, device, ways):
     """Prompts are whole in a step, in chunks, or too short. On a GPU float32 uses the ordinary kernel."""
-    cases = golden("qwen2", [7, 130, 200])
+    cases = golden_cases("qwen2", [7, 130, 200])
     loop = a_loop(exported("qwen2"), device, max_num_batched_tokens=160, use_cudagraph=False)
     found = generate(loop, [prompt for prompt, _ in cases.values()], max_new_tokens=3)
     assert found == [tokens[:3] for _, tokens in cases.values()]

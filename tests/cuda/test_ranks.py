@@ -28,8 +28,9 @@ from engine.models.support import PRECISIONS  # noqa: E402
 from engine.ops import cuda  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED, ROOT  # noqa: E402
 from tests.cuda.test_adapters import answers, of_definition  # noqa: E402
-from tests.cuda.test_executor import MIXED, SETTINGS, a_loop, answers_of, generate, golden, requests_with  # noqa: E402
+from tests.cuda.test_executor import MIXED, SETTINGS, a_loop, answers_of, generate, golden_cases, requests_with  # noqa: E402
 from tests.family_checkpoints import ON_GPUS, prompt_lens  # noqa: E402
+from tests.golden_arrays import golden  # noqa: E402
 from tests.pure.executors.test_expert_placement import write_usage  # noqa: E402
 
 RANKS = dataclasses.replace(SETTINGS, device="gpu", mp_num=2)
@@ -63,7 +64,7 @@ def loop_of(exported, two_devices, monkeypatch, request):
 def test_the_tokens_of_ranks_are_those_of_transformers(loop_of, family, num_ranks):
     """Check a step with more tokens than the one-shot all-reduce takes."""
     lengths, count = ([7, 130], 3) if IS_INTERPRETED else ([1, 7, 63, 64, 65, 130, 200], 64)
-    loop, cases = loop_of(family, num_ranks, max_num_batched_tokens=150), golden(family, lengths)
+    loop, cases = loop_of(family, num_ranks, max_num_batched_tokens=150), golden_cases(family, lengths)
     found = generate(loop, [prompt for prompt, _ in cases.values()], max_new_tokens=count)
     assert found == [tokens[:count] for _, tokens in cases.values()]
 
@@ -81,10 +82,10 @@ def test_ranks_share_the_experts_or_have_some_each(loop_of, family, options, set
     """Some ranks have a part of their experts on the host."""
     count = 2 if IS_INTERPRETED else 64
     loop = loop_of(family, options=options, max_num_batched_tokens=150, **settings)
-    with np.load(ROOT / f"tests/golden/families/{family}.npz") as known:
-        lengths = (24,) if IS_INTERPRETED else (1, 24, 127, 200)
-        found = generate(loop, [known[f"prompt_{n}"].tolist() for n in lengths], max_new_tokens=count)
-        assert found == [known[f"tokens_{n}"][:count].tolist() for n in lengths]
+    known = golden(f"families/{family}")
+    lengths = (24,) if IS_INTERPRETED else (1, 24, 127, 200)
+    found = generate(loop, [known[f"prompt_{n}"].tolist() for n in lengths], max_new_tokens=count)
+    assert found == [known[f"tokens_{n}"][:count].tolist() for n in lengths]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe"] if IS_INTERPRETED else ["qwen3_moe", "gpt_oss", "deepseek_v2"])
@@ -92,10 +93,10 @@ def test_experts_that_are_placed_by_their_usage_give_the_same_tokens(loop_of, ex
     graph_dir, count = exported(family, num_ranks=2, **BY_EXPERTS), 2 if IS_INTERPRETED else 64
     write_usage(tmp_path, graph_dir, lambda size: [2**place for place in range(size)])
     loop = loop_of(family, options=BY_EXPERTS, max_num_batched_tokens=150, run_dir=str(tmp_path))
-    with np.load(ROOT / f"tests/golden/families/{family}.npz") as known:
-        lengths = (24,) if IS_INTERPRETED else (1, 24, 127, 200)
-        found = generate(loop, [known[f"prompt_{n}"].tolist() for n in lengths], max_new_tokens=count)
-        assert found == [known[f"tokens_{n}"][:count].tolist() for n in lengths]
+    known = golden(f"families/{family}")
+    lengths = (24,) if IS_INTERPRETED else (1, 24, 127, 200)
+    found = generate(loop, [known[f"prompt_{n}"].tolist() for n in lengths], max_new_tokens=count)
+    assert found == [known[f"tokens_{n}"][:count].tolist() for n in lengths]
     assert any(order != [*range(len(order))] for order in loop.executor.expert_usage._orders.tolist())
 
 
@@ -122,9 +123,9 @@ def test_a_draft_model_of_the_first_rank_drafts_for_all(exported, two_devices, m
 def test_the_tokens_of_two_ranks_of_every_family_are_those_of_transformers(exported, two_devices, family):
     config = dataclasses.replace(RANKS, max_num_batched_tokens=24)
     executor = make_host(exported(family, num_ranks=2, block_size=16), config)
-    with np.load(ROOT / f"tests/golden/families/{family}.npz") as known:
-        lengths = [n for n in prompt_lens(family) if n > 1]
-        prompts, expected = ([known[f"{name}_{n}"].tolist() for n in lengths] for name in ("prompt", "tokens"))
+    known = golden(f"families/{family}")
+    lengths = [n for n in prompt_lens(family) if n > 1]
+    prompts, expected = ([known[f"{name}_{n}"].tolist() for n in lengths] for name in ("prompt", "tokens"))
     num_blocks = 150 * len(executor.cache_groups)
     executor.allocate(num_blocks)
     found = generate(EngineLoop(executor, num_blocks, config), prompts, max_new_tokens=24)
@@ -156,8 +157,8 @@ def test_two_ranks_in_16_bits_are_as_near_to_32_bits_as_one_is(loop_of, exported
 
     The bound leaves room for the all-reduce of many rows, which rounds the sums to 16 bits between two ranks.
     """
-    with np.load(ROOT / f"tests/golden/families/{family}.npz") as known:
-        prompts = [known[f"prompt_{n}"].tolist() for n in (1, 24, 127, 200)]
+    known = golden(f"families/{family}")
+    prompts = [known[f"prompt_{n}"].tolist() for n in (1, 24, 127, 200)]
     exact, one = (likeliest(a_loop(exported(family, dtype), device), prompts) for dtype in ("float32", "bfloat16"))
     two = loop_of(family, options={"dtype": "bfloat16", **options}, max_num_batched_tokens=150)
     assert median_error(likeliest(two, prompts), exact) < 2 * median_error(one, exact)
@@ -169,7 +170,7 @@ def test_two_ranks_with_fewer_bits_are_as_near_to_32_bits_as_one_is(loop_of, exp
     """Matrices are divided before they are quantized, so that groups and scales of two ranks are not those of one.
     Only experts can be stored as MXFP4."""
     family = "gpt_oss" if "mxfp4" in option else "qwen2"
-    prompts = [prompt for prompt, _ in golden("qwen2", [1, 7, 65, 130]).values()]
+    prompts = [prompt for prompt, _ in golden_cases("qwen2", [1, 7, 65, 130]).values()]
     exact, one = (likeliest(a_loop(exported(family, **options), device), prompts) for options in ({}, dict([option])))
     two = likeliest(loop_of(family, options=dict([option]), max_num_batched_tokens=150), prompts)
     assert median_error(two, exact) < 2 * median_error(one, exact)
@@ -199,7 +200,7 @@ def test_the_logits_of_a_share_are_made_in_float32(exported, device, monkeypatch
 def test_ranks_have_their_shares_of_an_adapter(loop_of, adapted):
     """One request has an adapter for every matrix, another one none."""
     graphs, adapters = adapted
-    [(prompt, _)] = golden("qwen2", [7]).values()
+    [(prompt, _)] = golden_cases("qwen2", [7]).values()
     loop = loop_of("qwen2", lora_dir="/adapters", max_loras=1)
     wanted = [of_definition(graph_dir, [prompt])[0] for graph_dir in graphs[:2]]
     assert answers(loop, [(prompt, ()), (prompt, adapters[0])]) == wanted

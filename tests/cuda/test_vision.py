@@ -14,8 +14,9 @@ from engine.ops.cuda.vision import QueryTiles, query_tiles  # noqa: E402
 from engine.settings.config import Config  # noqa: E402
 from tests.cuda.arrays import Ops, array, assert_close, distance, floats, tensor  # noqa: E402
 from tests.cuda.conftest import IS_INTERPRETED  # noqa: E402
+from tests.golden_arrays import golden  # noqa: E402
 from tests.images import MODEL_TYPES, PROMPTS  # noqa: E402
-from tests.pure.images.test_image_models import a_request, answers_of, golden  # noqa: E402
+from tests.pure.images.test_image_models import a_request, answers_of  # noqa: E402
 from tests.pure.ops.test_vision import SHAPES, attention_inputs  # noqa: E402
 
 
@@ -55,7 +56,10 @@ def test_other_ops(ops):
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_the_tower_computes_the_embeddings_of_transformers(family, device, exported):
     """Its patches are those of the image processor, in the order of its windows."""
-    executor, expected = CudaExecutor(exported(family, block_size=16), Config(), device=device.type), golden(family)
+    executor, expected = (
+        CudaExecutor(exported(family, block_size=16), Config(), device=device.type),
+        golden(f"images/{family}"),
+    )
     encoder = executor.vision
     for number in range(len(PROMPTS)):
         found = []
@@ -81,7 +85,10 @@ def test_answers_are_those_of_transformers(family, num_ranks, exported, request)
     device = request.getfixturevalue("device" if num_ranks == 1 else "two_devices")
     if num_ranks == 2 and IS_INTERPRETED:
         pytest.skip("takes minutes with the interpreter")
-    expected, settings = golden(family), {"batch_size": 4, "block_ratio": 0.99, "mp_num": num_ranks, "device": "gpu"}
+    expected, settings = (
+        golden(f"images/{family}"),
+        {"batch_size": 4, "block_ratio": 0.99, "mp_num": num_ranks, "device": "gpu"},
+    )
     graph_dir = exported(family, **{"num_ranks": 2} if num_ranks == 2 else {}, block_size=16)
     for sizes in ({}, {"max_num_batched_tokens": 5}):
         config = Config(**settings, **sizes)

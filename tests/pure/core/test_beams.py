@@ -15,15 +15,14 @@ from engine.executors.speculation.executor import with_speculation
 from engine.settings.config import Config
 from tests.checkpoints import FAMILIES
 from tests.golden.beams import BEAMS, MAX_NEW_TOKENS, STOP_IDS
+from tests.golden_arrays import golden
 from tests.pure.core.test_prompt_outputs import READ_LEN, run
 from tests.pure.counting_executor import CountingExecutor
-from tests.pure.models.test_models import GOLDEN, golden
 
 
 def expected(family, width, penalty):
     """Return the answers up to the first stop id; the rest is padding."""
-    with np.load(GOLDEN / "prompt_outputs.npz") as arrays:
-        rows = arrays[f"{family}_beams_{width}_{penalty}"].tolist()
+    rows = golden("prompt_outputs")[f"{family}_beams_{width}_{penalty}"].tolist()
     ends = [next((at for at, each in enumerate(row, 1) if each in STOP_IDS), len(row)) for row in rows]
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 

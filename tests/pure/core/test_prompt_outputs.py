@@ -15,6 +15,7 @@ from engine.executors.reference import ReferenceExecutor
 from engine.ops.sampling_rows import SampledRows
 from engine.settings.config import Config
 from tests.checkpoints import FAMILIES
+from tests.golden_arrays import golden
 from tests.prompt_outputs import (
     LAST,
     MEAN,
@@ -27,15 +28,13 @@ from tests.prompt_outputs import (
     run,
 )
 from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
-from tests.pure.models.test_models import GOLDEN, golden
 
 # --- the model's own numbers ---
 
 
 @pytest.fixture(scope="module")
 def expected():
-    with np.load(GOLDEN / "prompt_outputs.npz") as arrays:
-        return dict(arrays)
+    return golden("prompt_outputs")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

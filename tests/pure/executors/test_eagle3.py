@@ -15,10 +15,10 @@ from engine.exporting.export_options import options_of
 from engine.models.config_fields import ModelError
 from engine.models.eagle3 import FILE
 from tests.eagle3_checkpoints import LAYER_IDS, make_head, make_model, make_right
+from tests.golden_arrays import golden
 from tests.pure.executors.test_mtp import BASE, BLOCK_SIZE, NUM_DRAFTS, check_drafts, check_layer_answers
 from tests.quantized_checkpoints import change_tensors
 
-GOLDEN = Path(__file__).parents[3] / "tests/golden/eagle3"
 DRAFTING = replace(BASE, speculate_method="eagle3", speculate_max_draft_token_num=NUM_DRAFTS)
 
 
@@ -46,7 +46,7 @@ def graph_dir(tmp_path_factory):
 @pytest.mark.parametrize("family", LAYER_IDS)
 def test_drafts_behind_a_prompt_are_those_of_the_reference(family, num_ranks, graph_dir):
     exported = graph_dir(family, num_ranks=num_ranks)
-    check_drafts(exported, replace(DRAFTING, mp_num=num_ranks), GOLDEN / f"{family}.npz", np.load(exported / FILE))
+    check_drafts(exported, replace(DRAFTING, mp_num=num_ranks), f"eagle3/{family}", np.load(exported / FILE))
 
 
 @pytest.mark.sampled(2)
@@ -73,8 +73,7 @@ def test_the_export_for_the_settings_has_the_head_and_changes_with_it(tmp_path):
     config = replace(DRAFTING, speculate_model_path=str(head))
     options = options_of(config, model)
     first = export_cached(model, tmp_path / "cache", options)
-    with np.load(GOLDEN / "llama.npz") as known:
-        assert len(np.load(first / FILE)) == known["logprobs_3"].shape[1]
+    assert len(np.load(first / FILE)) == golden("eagle3/llama")["logprobs_3"].shape[1]
     make_executor(first, config).close()
     change_tensors(head, lambda tensors: tensors.update({"fc.weight": 2 * tensors["fc.weight"]}))
     assert export_cached(model, tmp_path / "cache", options) != first
@@ -88,7 +87,7 @@ def test_layers_of_sglangs_key_are_those_before(graph_dir, tmp_path):
     outputs = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYER_IDS["llama"]]}
     head = make_head(tmp_path / "head", "llama", model, eagle_config=outputs)
     export(model, tmp_path / "out", ExportOptions(block_size=BLOCK_SIZE, eagle3=str(head)))
-    check_drafts(tmp_path / "out", DRAFTING, GOLDEN / "llama.npz", np.load(tmp_path / "out" / FILE))
+    check_drafts(tmp_path / "out", DRAFTING, "eagle3/llama", np.load(tmp_path / "out" / FILE))
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ from engine.models.families import FAMILIES
 from engine.models.layers import LOGITS
 from engine.models.mtp import MtpFamily
 from engine.settings.config import Config
+from tests.golden_arrays import golden, log_softmax
 from tests.mtp_checkpoints import NAMES, make_mtp_checkpoint, make_right
 from tests.pure.executors.test_draft_model import check_answers, run
 from tests.quantized_checkpoints import change_tensors
 
 ROOT = Path(__file__).parents[3]
-GOLDEN = ROOT / "tests/golden/mtp"
 BLOCK_SIZE = 16
 BASE = Config(max_dec_len=64, batch_size=8, max_num_batched_tokens=48, block_bs=4, cpu_threads=1, device="cpu")
 NUM_DRAFTS = 4
@@ -55,11 +55,6 @@ def graph_dir(tmp_path_factory):
     return exported
 
 
-def log_softmax(logits):
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -68,10 +63,10 @@ def log_softmax(logits):
 )
 def test_drafts_behind_a_prompt_are_those_of_the_reference(family, num_ranks, graph_dir):
     exported = graph_dir(family, num_ranks=num_ranks)
-    check_drafts(exported, replace(DRAFTING, mp_num=num_ranks), GOLDEN / f"{family}.npz")
+    check_drafts(exported, replace(DRAFTING, mp_num=num_ranks), f"mtp/{family}")
 
 
-def check_drafts(exported: Path, config: Config, golden: Path, draft_ids: np.ndarray | None = None) -> None:
+def check_drafts(exported: Path, config: Config, arrays: str, draft_ids: np.ndarray | None = None) -> None:
     """Check the drafts and their log-probabilities. The prompts are computed in chunks of 24 tokens, and then once more
     with what the prefix cache has of them. `draft_ids` are the tokens of a head that has only some."""
     executor = make_executor(exported, replace(BASE, mp_num=config.mp_num))
@@ -81,22 +76,22 @@ def check_drafts(exported: Path, config: Config, golden: Path, draft_ids: np.nda
     layer, found = proposer._model._graph, []
     compute = layer.run
     layer.run = lambda inputs: [outputs := compute(inputs), found.append(outputs[LOGITS].copy())][0]
-    with np.load(golden) as known:
-        loop = EngineLoop(drafting, 60, replace(config, max_num_batched_tokens=24))
-        for length in (3, 70, 70):
-            prompt = known[f"prompt_{length}"].tolist()
-            request = Request("0", list(prompt), length, Sampling(8, temperature=0))
-            loop.add(request)
-            found.clear()
-            while sum(map(len, found)) < NUM_DRAFTS:
-                loop.step()
-            assert request.token_ids[length] == known[f"first_{length}"]
-            logprobs = log_softmax(np.concatenate(found)[:NUM_DRAFTS])
-            np.testing.assert_allclose(logprobs, known[f"logprobs_{length}"], rtol=0, atol=1e-3)
-            drafts = logprobs.argmax(axis=1)
-            assert (drafts if draft_ids is None else draft_ids[drafts]).tolist() == known[f"tokens_{length}"].tolist()
-            while not loop.is_idle:
-                loop.step()
+    known = golden(arrays)
+    loop = EngineLoop(drafting, 60, replace(config, max_num_batched_tokens=24))
+    for length in (3, 70, 70):
+        prompt = known[f"prompt_{length}"].tolist()
+        request = Request("0", list(prompt), length, Sampling(8, temperature=0))
+        loop.add(request)
+        found.clear()
+        while sum(map(len, found)) < NUM_DRAFTS:
+            loop.step()
+        assert request.token_ids[length] == known[f"first_{length}"]
+        logprobs = log_softmax(np.concatenate(found)[:NUM_DRAFTS])
+        np.testing.assert_allclose(logprobs, known[f"logprobs_{length}"], rtol=0, atol=1e-3)
+        drafts = logprobs.argmax(axis=1)
+        assert (drafts if draft_ids is None else draft_ids[drafts]).tolist() == known[f"tokens_{length}"].tolist()
+        while not loop.is_idle:
+            loop.step()
     has_states = any(group.kind == STATE for group in executor.cache_groups)  # which are found inside a block, too
     assert loop.stats()["num_cached_tokens"] == (69 if has_states else 64)
     drafting.close()

@@ -1,7 +1,6 @@
 """Models that take prompt spans: a span with the embeddings of ordinary tokens gives, bit for bit, the same answer."""
 
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from engine.models.families import read_model
 from engine.ops import reference
 from engine.settings.config import Config
 from tests.checkpoints import COMMON, FAMILIES
+from tests.golden_arrays import golden
 from tests.span_models import (
     IMAGES,
     MROPE,
@@ -32,7 +32,6 @@ from tests.span_models import (
 
 pytestmark = pytest.mark.slow
 
-GOLDEN = Path(__file__).parents[2] / "golden"
 SETTINGS = {"batch_size": 8, "block_ratio": 0.99}
 
 
@@ -201,29 +200,28 @@ def test_images_have_positions_in_rows_and_columns(models):
 
 
 @pytest.fixture(scope="module")
-def golden():
-    with np.load(GOLDEN / "mrope.npz") as arrays:
-        return dict(arrays)
+def mrope():
+    return golden("mrope")
 
 
-def test_positions_are_those_of_transformers(golden):
-    positions = positions_between(IMAGES, 0, golden["positions"].shape[1])
-    np.testing.assert_array_equal(positions, golden["positions"])
+def test_positions_are_those_of_transformers(mrope):
+    positions = positions_between(IMAGES, 0, mrope["positions"].shape[1])
+    np.testing.assert_array_equal(positions, mrope["positions"])
 
 
-def test_interleaved_sections_are_those_of_transformers(golden):
+def test_interleaved_sections_are_those_of_transformers(mrope):
     for sections in ([24, 20, 20], [11, 11, 10]):
         rope = {"type": "mrope", "mrope_section": sections, "mrope_interleaved": True}
         config = read_model({**COMMON, **FAMILIES["qwen2"], "head_dim": 2 * sum(sections), "rope_scaling": rope})
-        np.testing.assert_array_equal(config.rope.axes, golden["axes_" + "_".join(map(str, sections))])
+        np.testing.assert_array_equal(config.rope.axes, mrope["axes_" + "_".join(map(str, sections))])
 
 
-def test_answers_behind_images_are_those_of_transformers(models, checkpoint, golden):
-    assert zlib.crc32((checkpoint("qwen2") / "model.safetensors").read_bytes()) == golden["checksum"]
-    sampling = Sampling(len(golden["tokens"]), temperature=0, num_logprobs=0)
+def test_answers_behind_images_are_those_of_transformers(models, checkpoint, mrope):
+    assert zlib.crc32((checkpoint("qwen2") / "model.safetensors").read_bytes()) == mrope["checksum"]
+    sampling = Sampling(len(mrope["tokens"]), temperature=0, num_logprobs=0)
     request = Request("0", PROMPT_WITH_IMAGES, len(PROMPT_WITH_IMAGES), sampling, spans=IMAGES)
     executor = make_executor(models["mrope", 1], Config(**SETTINGS))
     [answer] = answers_of(a_loop(executor, Config(**SETTINGS, max_num_batched_tokens=24)), [request]).values()
     executor.close()
-    assert [token_id for token_id, _ in answer] == golden["tokens"].tolist()
-    np.testing.assert_allclose([logprobs.chosen for _, logprobs in answer], golden["logprobs"], rtol=0, atol=2e-4)
+    assert [token_id for token_id, _ in answer] == mrope["tokens"].tolist()
+    np.testing.assert_allclose([logprobs.chosen for _, logprobs in answer], mrope["logprobs"], rtol=0, atol=2e-4)

@@ -17,7 +17,7 @@ from engine.settings.config import Config
 from engine.text.tokenizer import Tokenizer
 from engine.wire import parse_request
 from tests.checkpoints import FAMILIES, SEEDS, make_checkpoint, random_tensors, write_tensors
-from tests.pure.models.test_models import GOLDEN, golden
+from tests.golden_arrays import golden
 from tests.pure.service_fakes import an_input_processor
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,8 +39,7 @@ def test_a_classifier_scores_as_transformers_does_and_writes_no_answer(tmp_path)
     directory, _ = a_classifier(tmp_path / "model", tie_word_embeddings=False)
     llm = LLM(directory, export_cache_dir=str(tmp_path), block_bs=1)
     prompt = golden("qwen3")["prompt_65"].tolist()
-    with np.load(GOLDEN / "prompt_outputs.npz") as arrays:
-        hidden = arrays["qwen3_last"]
+    hidden = golden("prompt_outputs")["qwen3_last"]
     whole, cut, same, last = llm.generate(
         [
             {"input_ids": prompt, "pooling": "score"},

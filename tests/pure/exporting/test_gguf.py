@@ -1,7 +1,5 @@
 """GGUF files are exported with the numbers, positions and tokens of the checkpoints that they were made from."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -19,8 +17,9 @@ from engine.text.gguf_tokenizer import write_tokenizer
 from engine.text.tokenizer import Tokenizer
 from tests import checkpoints, family_checkpoints
 from tests.gguf_files import as_gguf, tokenizer_metadata, write_gguf
+from tests.golden_arrays import golden
 
-GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "gguf.npz")
+GOLDEN = golden("gguf")
 QUANTIZED = [kind for kind in BLOCK_FORMATS.values() if kind.decode]
 GEMMA = {"query_pre_attn_scalar": 32}
 MODELS = {

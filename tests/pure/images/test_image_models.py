@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +29,7 @@ from engine.models.vision_inputs import tower_inputs
 from engine.settings.config import Config
 from tests.checkpoints import write_tensors
 from tests.eagle3_checkpoints import make_head
+from tests.golden_arrays import golden
 from tests.images import MODEL_TYPES, PROCESSORS, PROMPTS, a_processor, prompt_of
 from tests.lora_adapters import make_adapter, merged
 from tests.mtp_checkpoints import mtp_tensors
@@ -38,15 +38,9 @@ from tests.pure.engine_helpers import ROOT, Collector, a_client
 
 pytestmark = pytest.mark.slow
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "images"
 SETTINGS = {"batch_size": 4, "block_ratio": 0.99, "cpu_threads": 1}
 BLOCK_SIZE = 16
 END = 300  # ends a message
-
-
-def golden(family: str) -> dict[str, np.ndarray]:
-    with np.load(GOLDEN / f"{family}.npz") as arrays:
-        return dict(arrays)
 
 
 def a_request(family: str, number: int, name: str = "", **sampling) -> Request:
@@ -89,7 +83,7 @@ def a_loop(executor, num_blocks=200, **settings) -> EngineLoop:
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_the_definition_computes_the_embeddings_of_transformers(family, exported):
-    graph_dir, expected, processor = exported(family), golden(family), a_processor(family)
+    graph_dir, expected, processor = exported(family), golden(f"images/{family}"), a_processor(family)
     config = read_model(read_json(graph_dir / "config.json")).vision
     graph, params = load(graph_dir, name="vision")
     for number in range(len(PROMPTS)):
@@ -107,7 +101,7 @@ def test_the_definition_computes_the_embeddings_of_transformers(family, exported
 def test_answers_are_those_of_transformers(family, num_ranks, exported):
     """All prompts at once, in chunks that end inside images, and so few blocks that requests are preempted; then again,
     from the prefix cache."""
-    expected = golden(family)
+    expected = golden(f"images/{family}")
     config = Config(mp_num=num_ranks, **SETTINGS)
     executor = make_executor(exported(family, block_size=BLOCK_SIZE, num_ranks=num_ranks), config)
     executor.vision = encoder = CountingEncoder(executor.vision)
@@ -195,7 +189,7 @@ def test_an_adapter_of_the_decoder_changes_answers_as_merged_weights_do(family, 
         loop = a_loop(executor, max_loras=1)
         answers.append(answers_of(loop, [a_request(family, 2, adapter=given)])["2"])
         executor.close()
-    assert answers[0][0] == answers[1][0] != golden(family)["tokens_2"].tolist()
+    assert answers[0][0] == answers[1][0] != golden(f"images/{family}")["tokens_2"].tolist()
 
 
 def test_every_rank_has_the_tower_and_a_text_model_has_none(exported):
@@ -231,7 +225,7 @@ def test_pixels_that_are_no_image_of_the_grid_are_refused(exported):
 
 
 def test_drafts_and_several_answers_to_an_image_change_no_token(exported):
-    expected = golden("qwen2_5_vl")["tokens_3"].tolist()
+    expected = golden("images/qwen2_5_vl")["tokens_3"].tolist()
     config = Config(**SETTINGS, speculate_method="ngram", speculate_max_ngram_size=1)
     executor = with_speculation(make_executor(exported("qwen2_5_vl"), Config(**SETTINGS)), config)
     request = a_request("qwen2_5_vl", 3)
@@ -268,7 +262,7 @@ def test_drafts_of_a_layer_that_sees_no_images_change_no_token(method, checkpoin
     executor = with_speculation(executor, config, None, make_mtp_proposer(executor, Manifest.read(out), config))
     loop = a_loop(executor)
     found = answers_of(loop, [a_request("qwen3_5", number) for number in range(len(PROMPTS))])
-    expected = golden("qwen3_5")
+    expected = golden("images/qwen3_5")
     for number in range(len(PROMPTS)):
         assert found[str(number)][0] == expected[f"tokens_{number}"].tolist()
     assert loop.stats()["num_drafted_tokens"] > 0
@@ -295,5 +289,5 @@ def test_an_answer_to_an_image_goes_on_after_the_engine_was_killed(exported, tmp
         for engine in engines:
             engine.kill()
             engine.wait()
-    assert listener.token_ids[:64] == golden("paddleocr_vl")["tokens_2"].tolist()
+    assert listener.token_ids[:64] == golden("images/paddleocr_vl")["tokens_2"].tolist()
     assert len(listener.token_ids) == 900

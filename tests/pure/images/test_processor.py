@@ -1,15 +1,14 @@
 """The image processor against transformers, and what it refuses."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from engine.images.processor import ImageError, ImageProcessor
 from engine.models.config_fields import ModelError
+from tests.golden_arrays import golden
 from tests.images import PROCESSORS, SIZES, STRIDE, TOKENS, a_processor, an_image
 
-GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "image_processors.npz")
+GOLDEN = golden("image_processors")
 TOLERANCE = 1 / 255 / 0.25  # of a normalized colour: one step of 8 bits
 
 

@@ -15,7 +15,8 @@ from engine.models.formats import FLOAT32, FORMATS, QUANTIZED
 from engine.models.weights import Shard, weights_of
 from engine.settings.config import Config
 from tests.family_checkpoints import make_checkpoint
-from tests.pure.models.test_family_goldens import BLOCK_SIZE, cases, golden, log_softmax
+from tests.golden_arrays import golden, log_softmax
+from tests.pure.models.test_family_goldens import BLOCK_SIZE, cases
 from tests.pure.models.test_ranks import answers_of_ranks
 from tests.quantized_checkpoints import KINDS, make_fp8, make_quantized
 
@@ -42,7 +43,9 @@ def test_ranks_with_some_of_the_experts_give_the_tokens_of_transformers(family, 
     ranks = answers_of_ranks(graph_dir, num_ranks, prompt)
     for logits, token_ids in ranks:
         np.testing.assert_array_equal(logits, ranks[0][0])
-        np.testing.assert_allclose(log_softmax(logits), golden(family)["logprobs_127"][-2:], rtol=0, atol=2e-4)
+        np.testing.assert_allclose(
+            log_softmax(logits), golden(f"families/{family}")["logprobs_127"][-2:], rtol=0, atol=2e-4
+        )
         assert token_ids == tokens[: len(token_ids)]
 
 

@@ -2,7 +2,6 @@
 64 tokens of an answer, log-probabilities within 2e-4, prompts around the length of the window."""
 
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,43 +14,35 @@ from engine.exporting.export import ExportOptions, export
 from engine.ops import cpu, reference
 from engine.settings.config import Config
 from tests.family_checkpoints import ALL, FEW_BLOCKS, WINDOW, prompt_lens
+from tests.golden_arrays import golden, log_softmax
 from tests.paged_model import PagedModel
 from tests.pure.models.test_ranks import answers_of_ranks
 
 pytestmark = pytest.mark.slow
 
-GOLDEN = Path(__file__).parents[2] / "golden/families"
 BLOCK_SIZE = 16
 # Fused matrices, a gated norm behind each sum, biases, windows of their own; the others are in tests/engines.
 RANKS_DIFFER = ("phi3", "gemma3_text", "starcoder2", "glm4")
 HAS_WINDOW = [name for name, keys in ALL.items() if keys.get("sliding_window") == WINDOW]
 
 
-def golden(family: str) -> dict[str, np.ndarray]:
-    with np.load(GOLDEN / f"{family}.npz") as arrays:
-        return dict(arrays)
-
-
 def cases(family: str, most: int = 1000) -> dict[int, tuple[list[int], list[int]]]:
     """Return the cases by the lengths of the prompts, each with the tokens that follow."""
-    known = golden(family)
+    known = golden(f"families/{family}")
     lens = [n for n in prompt_lens(family) if n <= most]
     return {n: (known[f"prompt_{n}"].tolist(), known[f"tokens_{n}"].tolist()) for n in lens}
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
 @pytest.mark.parametrize("family", ALL)
 def test_the_random_weights_are_those_transformers_saw(family, checkpoint):
-    assert zlib.crc32((checkpoint(family) / "model.safetensors").read_bytes()) == golden(family)["checksum"]
+    assert (
+        zlib.crc32((checkpoint(family) / "model.safetensors").read_bytes()) == golden(f"families/{family}")["checksum"]
+    )
 
 
 @pytest.mark.parametrize("family", ALL)
 def test_log_probabilities_are_those_of_transformers(family, exported):
-    expected, graph_dir = golden(family), exported(family, block_size=BLOCK_SIZE)
+    expected, graph_dir = golden(f"families/{family}"), exported(family, block_size=BLOCK_SIZE)
     for length, (prompt, _) in cases(family).items():
         wanted = expected[f"logprobs_{length}"]
         for ops, chunk in ((cpu, 1000), (cpu, 24), (reference, 1000))[: 2 + (length == 129)]:

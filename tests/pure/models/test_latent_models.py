@@ -15,8 +15,9 @@ from engine.models.weights import AxisShard, HeadSlice
 from engine.ops import cpu
 from engine.settings.config import Config
 from tests.family_checkpoints import make_checkpoint
+from tests.golden_arrays import golden, log_softmax
 from tests.paged_model import PagedModel
-from tests.pure.models.test_family_goldens import cases, golden, log_softmax
+from tests.pure.models.test_family_goldens import cases
 from tests.pure.models.test_ranks import answer, answers_of_ranks
 from tests.quantized_checkpoints import make_fp8
 
@@ -72,7 +73,7 @@ def test_log_probabilities_with_an_int8_cache_are_near_those_of_transformers(fam
     """The likeliest 20 tokens of a position count. The median leaves out positions that choose other experts."""
     graph_dir, errors = exported(family, int8_cache=True), []
     for length, (prompt, _) in cases(family).items():
-        wanted = golden(family)[f"logprobs_{length}"]
+        wanted = golden(f"families/{family}")[f"logprobs_{length}"]
         found = log_softmax(PagedModel.of(graph_dir, cpu).prefill(prompt, 1000, num_logits=len(wanted)))
         likeliest = np.argsort(wanted, axis=1)[:, -20:]
         errors += list(np.abs(np.take_along_axis(found - wanted, likeliest, axis=1)).mean(axis=1))

@@ -2,7 +2,6 @@
 
 import json
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,15 +9,10 @@ import pytest
 from engine.models.rope import read_rope
 from engine.ops import cpu, reference
 from tests.checkpoints import FAMILIES
+from tests.golden_arrays import GOLDEN, golden
 from tests.paged_model import PagedModel
 
-GOLDEN = Path(__file__).parents[2] / "golden"
 PROMPT_LENS = (1, 7, 63, 64, 65, 130, 200)
-
-
-def golden(family: str) -> dict[str, np.ndarray]:
-    with np.load(GOLDEN / f"{family}.npz") as arrays:
-        return dict(arrays)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,8 +19,8 @@ from engine.ops import cpu, reference
 from engine.ops.reference import int4_values
 from engine.settings.config import Config
 from server_scripts.model_source import export_dtype
+from tests.golden_arrays import golden
 from tests.paged_model import PagedModel
-from tests.pure.models.test_models import golden
 from tests.pure.models.test_ranks import answers_of_ranks
 
 pytestmark = pytest.mark.slow

@@ -14,8 +14,8 @@ from engine.models.families import read_model
 from engine.models.formats import FLOAT32
 from engine.models.weights import Shard
 from tests.checkpoints import COMMON, FAMILIES, make_checkpoint
+from tests.golden_arrays import golden
 from tests.paged_model import PagedModel
-from tests.pure.models.test_models import golden
 from tests.pure.ranks import run_processes, run_threads
 
 pytestmark = pytest.mark.slow
