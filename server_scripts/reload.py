@@ -15,8 +15,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from dataclasses import replace as changed
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from engine.errors import SetupError
@@ -96,7 +95,7 @@ def release(run_dir: RunDir, served: Served | None = None) -> None:
     """Let waiting requests continue with the model `served`, or else with the one that is served."""
     if (current := ServedModel(run_dir.path).now()).is_changing:
         try:
-            run_dir.write(SERVED_FILE, changed(served or current, is_changing=False).text())
+            run_dir.write(SERVED_FILE, replace(served or current, is_changing=False).text())
         except OSError as error:
             log.error("%s could not be written: %s", SERVED_FILE, error)
             (run_dir.path / SERVED_FILE).unlink()
@@ -119,7 +118,7 @@ def change_model(supervisor: Supervisor, wanted: ReloadRequest) -> None:
     try:
         specs = all_specs(supervisor.config, Path(wanted.graph_dir), wanted.label, run_dir)
         new = ReloadTarget(uuid.uuid4().hex, wanted.label, wanted.fingerprint, specs)
-        is_changed = drain(supervisor, old, new, report) and replace(supervisor, old, new, report)
+        is_changed = drain(supervisor, old, new, report) and restart_with(supervisor, old, new, report)
     except (SetupError, OSError) as error:  # raised before any process was ended
         report(f"failed: {error}")
     finally:
@@ -135,7 +134,7 @@ def drain(supervisor: Supervisor, old: ReloadTarget, new: ReloadTarget, report: 
     """
     run_dir, drain_s = supervisor.run_dir, supervisor.config.drain_timeout_s
     end_at = time.monotonic() + drain_s
-    waiting = changed(old.served, is_changing=True, graph_dir=new.served.graph_dir)
+    waiting = replace(old.served, is_changing=True, graph_dir=new.served.graph_dir)
     run_dir.write(SERVED_FILE, waiting.text())
     run_dir.write(STOPPING_FILE, Stopping(end_at, WHY, end_at).text())
     supervisor.set_phase("changing")  # in this phase another supervisor cannot take over
@@ -153,8 +152,8 @@ def drain(supervisor: Supervisor, old: ReloadTarget, new: ReloadTarget, report: 
     return True
 
 
-def replace(supervisor: Supervisor, old: ReloadTarget, new: ReloadTarget, report: Callable[[str], None]) -> bool:
-    """Restart with the new model.
+def restart_with(supervisor: Supervisor, old: ReloadTarget, new: ReloadTarget, report: Callable[[str], None]) -> bool:
+    """Restart the engine and tritonserver with the new model.
 
     Return False if it did not become ready and the old one was restored, or if the server is asked to stop.
     """
@@ -163,7 +162,7 @@ def replace(supervisor: Supervisor, old: ReloadTarget, new: ReloadTarget, report
     progress = StartProgress(supervisor, report)
     try:
         # Written now, so that a part of the old model's answer is never continued by the new model.
-        supervisor.run_dir.write(SERVED_FILE, changed(new.served, is_changing=True).text())
+        supervisor.run_dir.write(SERVED_FILE, replace(new.served, is_changing=True).text())
         install(supervisor, new)
         supervisor.bring_up(progress)
         if supervisor.num_stop_signals:
@@ -209,7 +208,7 @@ def install(supervisor: Supervisor, model: ReloadTarget) -> None:
 def restore_old_model(supervisor: Supervisor, old: ReloadTarget) -> None:
     """Restart the old model as after a crash, and wait for it no longer than for a start."""
     with contextlib.suppress(OSError):  # partially received answers cannot be continued without it
-        supervisor.run_dir.write(SERVED_FILE, changed(old.served, is_changing=True).text())
+        supervisor.run_dir.write(SERVED_FILE, replace(old.served, is_changing=True).text())
     supervisor.set_phase("changing")
     supervisor.start_all()
     deadline = time.monotonic() + supervisor.config.start_timeout_s
