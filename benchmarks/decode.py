@@ -24,8 +24,9 @@ from benchmarks.bench import cpu_name, prompt_ids
 from benchmarks.kernels import limits_library
 from benchmarks.random_checkpoint import SHAPES, write_shape
 from engine import graph
+from engine.core.executor import Executor
 from engine.core.loop import EngineLoop
-from engine.core.types import Executor, Request, Sampling
+from engine.core.types import Request, Sampling
 from engine.executors import make_executor
 from engine.executors.cpu.fp8_weights import with_bf16_weights
 from engine.executors.cpu.program import large_pages

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 
 from benchmarks.random_checkpoint import LLAMA3, SHAPES
+from engine.core.executor import Executor, Step
 from engine.core.loop import EngineLoop
-from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
+from engine.core.types import Batch, Request, Sampling, StepOutput
 from engine.executors.cuda.draft_model import CudaDraftModel, CudaMtpLayer
 from engine.executors.cuda.executor import CudaExecutor
 from engine.executors.memory import allocate_cache

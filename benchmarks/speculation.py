@@ -23,8 +23,9 @@ import numpy as np
 
 from benchmarks.bench import cpu_name, prompt_ids
 from benchmarks.random_checkpoint import SHAPES, make_checkpoint
+from engine.core.executor import Executor, Step
 from engine.core.loop import EngineLoop
-from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
+from engine.core.types import Batch, Request, Sampling, StepOutput
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
 from engine.executors.speculation.executor import with_speculation

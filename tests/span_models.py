@@ -12,9 +12,10 @@ from unittest.mock import patch
 
 import numpy as np
 
+from engine.core.executor import Executor
 from engine.core.loop import EngineLoop
 from engine.core.spans import PromptSpan
-from engine.core.types import Executor, Request, Sampling
+from engine.core.types import Request, Sampling
 from engine.dtypes import as_f32
 from engine.exporting.export import ExportOptions, export
 from engine.graph import load

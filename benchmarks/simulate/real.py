@@ -11,8 +11,9 @@ from typing import Any
 from benchmarks.simulate.replicas import Cluster, Result
 from benchmarks.simulate.step_time import Work, work_of
 from benchmarks.simulate.traffic import Arrival, answer_token, token_ids
+from engine.core.executor import Executor, Step
 from engine.core.loop import EngineLoop
-from engine.core.types import Batch, Executor, Request, Sampling, Step, StepOutput
+from engine.core.types import Batch, Request, Sampling, StepOutput
 from engine.executors import make_executor
 from engine.executors.memory import allocate_cache
 from engine.exporting.cache import export_cached

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from engine.core.types import Executor
+from engine.core.executor import Executor
 from engine.errors import Overloaded
 
 

@@ -44,7 +44,7 @@ class Grammars(Protocol):
         ...
 
     def masks(self, choices: Sequence[MaskRow]) -> Any:
-        """Return the masks of a step, see `engine.core.types.Step.mask`, and set `is_mask_missing` of each grammar."""
+        """Return the masks of a step, see `executor.Step.mask`, and set `is_mask_missing` of each grammar."""
         ...
 
 

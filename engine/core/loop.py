@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass
 from engine.core.adapters import Adapters
 from engine.core.beam_driver import BeamDriver
 from engine.core.block_pool import BlockPool
+from engine.core.executor import Executor, Step
 from engine.core.grammar import CompilationQueue, Grammars
 from engine.core.image_queue import ImageCounters, ImageQueue
 from engine.core.limits import Counters, Limits, PrefillLimits
 from engine.core.prefill_jobs import PrefillJobs
 from engine.core.remote_prefill import PullCounters, RemotePrefill
 from engine.core.scheduler import Scheduler
-from engine.core.types import Executor, Request, Step
+from engine.core.types import Request
 from engine.core.updates import FAILED, Update
 from engine.errors import RequestError, queue_full
 from engine.settings.config import Config

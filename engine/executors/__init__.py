@@ -8,7 +8,7 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
 
-from engine.core.types import Executor
+from engine.core.executor import Executor
 from engine.errors import ConfigError
 from engine.executors.device_executor import DeviceExecutor
 from engine.executors.memory import check_host_memory

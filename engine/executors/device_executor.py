@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.core.types import Executor
+from engine.core.executor import Executor
 from engine.executors.block_access import BlockAccess
 from engine.executors.speculation.draft_model import DraftGraph
 

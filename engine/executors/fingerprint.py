@@ -7,7 +7,8 @@ from hashlib import blake2b
 from itertools import accumulate, pairwise
 
 from engine.core.cache_groups import STATE
-from engine.core.types import Arrival, Batch, Executor, Logprobs, Row, Sampling
+from engine.core.executor import Executor
+from engine.core.types import Arrival, Batch, Logprobs, Row, Sampling
 
 PROMPT_LEN, MAX_CHUNK = 96, 64  # so that the second chunk reads the cache
 NUM_DECODES = 3

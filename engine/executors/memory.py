@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.cache_groups import FULL_ATTENTION, STATE, CacheGroup
-from engine.core.types import Arrival, Batch, Executor, Row, Sampling
+from engine.core.executor import Executor
+from engine.core.types import Arrival, Batch, Row, Sampling
 from engine.errors import ConfigError
 from engine.executors.nixl_blocks import staging_bytes
 from engine.settings.config import Config

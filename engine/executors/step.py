@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.core.types import Batch, StepOutput
 
-Mask = np.ndarray | None  # u32 [S, ceil(V / 32)], see `engine.core.types.Step.mask`
+Mask = np.ndarray | None  # u32 [S, ceil(V / 32)], see `engine.core.executor.Step.mask`
 Compute = Callable[[Batch, Callable[[], Mask]], StepOutput]
 
 

@@ -115,7 +115,7 @@ class GrammarPool:
         self._grown.append(matcher)
 
     def masks(self, choices: Sequence[MaskRow]) -> np.ndarray:
-        """See `engine.core.types.Step.mask`."""
+        """See `engine.core.executor.Step.mask`."""
         num_rows = sum(1 + len(drafts) for _, drafts in choices)
         first = max(self._late_rows_ends(), default=0)
         bits = self._rows.take(num_rows, first)

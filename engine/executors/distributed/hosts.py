@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.core.types import Batch, Step, StepOutput
+from engine.core.executor import Step
+from engine.core.types import Batch, StepOutput
 from engine.errors import HostLost
 from engine.executors import LOADING, make_host
 from engine.executors.device_executor import DeviceExecutor

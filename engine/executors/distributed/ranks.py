@@ -27,8 +27,9 @@ from typing import Any
 import msgpack
 import msgspec
 
+from engine.core.executor import Executor, Step
 from engine.core.spans import PromptSpan
-from engine.core.types import Arrival, Batch, Copy, Executor, PromptOutputSpec, Row, Sampling, Step, StepOutput, Swaps
+from engine.core.types import Arrival, Batch, Copy, PromptOutputSpec, Row, Sampling, StepOutput, Swaps
 from engine.errors import ConfigError, InvalidRequest, SetupError, literally
 from engine.executors.device_executor import DeviceExecutor
 from engine.executors.distributed.blocks import BlocksOfRanks

@@ -3,7 +3,8 @@ scheduler has reserved the blocks for the drafts."""
 
 from __future__ import annotations
 
-from engine.core.types import PENDING, Batch, Executor, Step
+from engine.core.executor import Executor, Step
+from engine.core.types import PENDING, Batch
 from engine.executors.block_access import BlockAccess
 from engine.executors.speculation.drafted_steps import DraftedSteps
 from engine.executors.speculation.lookup import LookupProposer

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine.core.types import Batch, Row, Step, StepOutput
+from engine.core.executor import Step
+from engine.core.types import Batch, Row, StepOutput
 from engine.executors.speculation.drafted_steps import DraftedSteps
 from engine.executors.speculation.requests import DraftedRequest, append_tokens
 from engine.executors.speculation.state import SpeculationState

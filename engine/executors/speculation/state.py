@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.core.types import Batch, Executor
+from engine.core.executor import Executor
+from engine.core.types import Batch
 from engine.executors.speculation.policy import DraftPolicy
 from engine.executors.speculation.proposer import Proposer
 from engine.executors.speculation.requests import DraftedRequest
