@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from engine.dtypes import from_bf16
+from engine.ops.reference import int4_values
 from tests import family_checkpoints
 from tests.checkpoints import make_checkpoint
 
@@ -18,6 +20,14 @@ Tensors = dict[str, np.ndarray]
 GROUP = 128
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8}
 SIZES |= {"num_key_value_heads": 4, "head_dim": 32}
+
+
+def numbers_of(params: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """Return the numbers that the codes of an exported matrix stand for."""
+    codes, scale = params[name], params[f"{name}_scale"]
+    if codes.dtype == np.int8:
+        return codes * scale[:, None]
+    return from_bf16(int4_values(codes, scale, params.get(f"{name}_zero")))
 
 
 def pack(numbers: np.ndarray, axis: int, bits: int = 4, order: list[int] | None = None) -> np.ndarray:
@@ -36,7 +46,7 @@ def gptq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
 
 
 def gptq8(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
-    """GPTQ of 8 bits: the codes are stored plus 128, and the zero points 128 minus one."""
+    """Return the tensors of GPTQ with 8 bits, which stores codes plus 128, and zero points plus 127."""
     tensors = gptq(codes, scale, zero)
     packed = pack(codes.T.astype(np.int16) + 128, 0, bits=8), pack(zero.T.astype(np.int16) + 127, 1, bits=8)
     return tensors | dict(zip(("qweight", "qzeros"), packed, strict=True))
@@ -49,7 +59,7 @@ def awq(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
 
 
 def awq_gemv(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Tensors:
-    """AWQ for its kernel of few rows, which pads zero points and scales to words of eight."""
+    """Return the tensors of AWQ for its GEMV kernel, which pads zero points and scales to multiples of eight."""
     padded = [np.pad(each, ((0, 0), (0, -scale.shape[1] % 8))) for each in (zero, scale)]
     return {"qweight": pack(codes, 1), "qzeros": pack(padded[0], 1), "scales": padded[1].astype(np.float16)}
 
@@ -147,7 +157,7 @@ def make_quantized(directory: Path, kind: str, family: str = "qwen2", **sizes: i
 
 
 def floats(strategy: str, **how) -> dict:
-    """compressed-tensors of 8-bit floats."""
+    """Return the quantization_config of compressed-tensors with 8-bit floats."""
     config = compressed(8, "float-quantized")
     weights = config["config_groups"]["group_0"]["weights"]
     config["config_groups"]["group_0"]["weights"] = {**weights, "type": "float", "strategy": strategy, **how}

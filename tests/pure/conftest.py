@@ -26,6 +26,13 @@ def group_ends_with_its_test():
 
 
 @pytest.fixture
+def short_waits(monkeypatch):
+    """Let the engine's server and its client look for messages often."""
+    monkeypatch.setattr("engine.link.server.IDLE_WAIT_MS", 5)
+    monkeypatch.setattr("engine.link.client.PING_INTERVAL_S", 0.01)
+
+
+@pytest.fixture
 def a_checkpoint(tmp_path) -> Path:
     """Return a checkpoint that a test may damage."""
     return make_checkpoint(tmp_path / "checkpoint", "qwen2", seed=0)

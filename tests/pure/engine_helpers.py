@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,15 @@ class Collector:
         assert self.is_over.wait(PATIENCE_S), "the request has not ended"
         [how] = self.ends
         return how
+
+
+class PausedClock:
+    """Clock of a process that was stopped and continues: time has passed only for this process."""
+
+    lost_s = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.lost_s
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import msgpack
@@ -18,7 +17,6 @@ from engine.core.loop import EngineLoop
 from engine.core.types import Sampling
 from engine.executors import make_executor
 from engine.exporting.manifest import Manifest
-from engine.link import client as client_module
 from engine.link import messages
 from engine.link import server as server_module
 from engine.settings.config import Config
@@ -26,13 +24,9 @@ from engine.settings.processes import ENGINE_PROGRESS_FILE, EXPERT_USAGE_FILE
 from tests.patience import PATIENCE_S, wait_until
 from tests.pure.counting_engine import SlowExecutor
 from tests.pure.counting_executor import CountingExecutor
-from tests.pure.engine_helpers import ROOT, a_client, a_free_address, a_server, connected, is_empty, submit
+from tests.pure.engine_helpers import ROOT, PausedClock, a_client, a_free_address, a_server, connected, is_empty, submit
 
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(server_module, "IDLE_WAIT_MS", 5)
-    monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 @contextmanager
@@ -116,13 +110,6 @@ class PausedExecutor(SlowExecutor):
         if len(self.batches) == 3:
             server_module.time.lost_s += 3600
         super().finish()
-
-
-class PausedClock:
-    lost_s = 0.0
-
-    def monotonic(self):
-        return time.monotonic() + self.lost_s
 
 
 def test_a_pause_of_the_engine_is_no_silence_of_its_clients(monkeypatch):

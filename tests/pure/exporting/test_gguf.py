@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine.dtypes import from_bf16
 from engine.errors import TokenizerError
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.gguf_folder import as_checkpoint
@@ -12,12 +11,12 @@ from engine.graph import load
 from engine.models.config_fields import ModelError
 from engine.models.gguf import Gguf, GgufCodes
 from engine.models.gguf_blocks import BLOCK_FORMATS
-from engine.ops.reference import int4_values
 from engine.text.gguf_tokenizer import write_tokenizer
 from engine.text.tokenizer import Tokenizer
 from tests import checkpoints, family_checkpoints
 from tests.gguf_files import as_gguf, tokenizer_metadata, write_gguf
 from tests.golden_arrays import golden
+from tests.quantized_checkpoints import numbers_of
 
 GOLDEN = golden("gguf")
 QUANTIZED = [kind for kind in BLOCK_FORMATS.values() if kind.decode]
@@ -65,13 +64,6 @@ def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_from(family, tmp_pa
     assert ours.encode(text) == theirs.encode(text) and set(ours.eos_token_ids) == set(theirs.eos_token_ids)
     message = [{"role": "user", "content": "hi"}]
     assert ours.render_chat(message) == theirs.render_chat(message)
-
-
-def numbers_of(params: dict[str, np.ndarray], name: str) -> np.ndarray:
-    codes, scale = params[name], params[f"{name}_scale"]
-    if codes.dtype == np.int8:
-        return codes * scale[:, None]
-    return from_bf16(int4_values(codes, scale, params.get(f"{name}_zero")))
 
 
 def random_blocks(kind, shape, seed):

@@ -8,18 +8,17 @@ import shutil
 import numpy as np
 import pytest
 
-from engine.dtypes import from_bf16
 from engine.exporting.cache import export_cached
 from engine.exporting.export import ExportOptions, export
 from engine.exporting.manifest import Manifest
 from engine.graph import load
 from engine.models.config_fields import ModelError
 from engine.models.paddle_packed import PaddlePacked
-from engine.ops.reference import int4_values
 from server_scripts import model_source
 from tests.checkpoints import make_checkpoint
 from tests.family_checkpoints import make_checkpoint as make_family
 from tests.paddlenlp_exports import SIZES, make_export
+from tests.quantized_checkpoints import numbers_of
 
 pytestmark = pytest.mark.slow
 
@@ -54,11 +53,6 @@ def params_of(directory, num_ranks=1):
 def graph_of(source, out, **options):
     export(source, out, ExportOptions(**options), lambda step: None)
     return out
-
-
-def numbers_of(params, name):
-    codes, scale = params[name], params[f"{name}_scale"]
-    return codes * scale[:, None] if codes.dtype == np.int8 else from_bf16(int4_values(codes, scale))
 
 
 @pytest.mark.sampled(2)

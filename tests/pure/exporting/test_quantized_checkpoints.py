@@ -19,7 +19,6 @@ from engine.models.formats import FORMATS
 from engine.models.quantization import read_quantization, unused_settings
 from engine.models.quantized_tensors import unpack
 from engine.ops import cpu
-from engine.ops.reference import int4_values
 from engine.settings.config import Config
 from tests.paged_model import PagedModel
 from tests.pure.models.test_quantized_models import error_of
@@ -36,6 +35,7 @@ from tests.quantized_checkpoints import (
     gptq8,
     make_fp8,
     make_quantized,
+    numbers_of,
     pack,
     values_of,
     w4a16,
@@ -45,13 +45,6 @@ pytestmark = pytest.mark.slow
 
 PROMPT = list(range(5, 70))
 MATRICES = [f"layers.{layer}.{name}_proj.weight" for layer in (0, 1) for name in ("qkv", "o", "gate_up", "down")]
-
-
-def numbers_of(params: dict[str, np.ndarray], name: str) -> np.ndarray:
-    codes, scale = params[name], params[f"{name}_scale"]
-    if codes.dtype == np.int8:
-        return codes * scale[:, None]
-    return from_bf16(int4_values(codes, scale, params.get(f"{name}_zero")))
 
 
 @pytest.mark.sampled(3)

@@ -9,8 +9,6 @@ import pytest
 
 from engine.core.types import Sampling
 from engine.errors import EngineUnavailable
-from engine.link import client as client_module
-from engine.link import server as server_module
 from engine.link.client import EngineClient
 from engine.link.engine_set import EngineSet
 from engine.link.journal import JournalEntry, Submission
@@ -20,11 +18,7 @@ from tests.pure.counting_engine import POISON, SlowExecutor
 from tests.pure.counting_executor import answer
 from tests.pure.engine_helpers import Collector, a_free_address, a_server, an_engine_process, is_empty, submit
 
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(server_module, "IDLE_WAIT_MS", 5)
-    monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from engine.core.types import NO_TOKEN, Sampling, StepOutput
 from engine.errors import EngineUnavailable, InvalidRequest, Overloaded
 from engine.link import client as client_module
 from engine.link import messages
-from engine.link import server as server_module
 from engine.link.client import EngineClient
 from engine.link.journal import JournalEntry, Submission
 from server_scripts.child import Child, ChildSpec
@@ -26,6 +25,7 @@ from tests.pure.counting_executor import CountingExecutor, answer, logprobs_of
 from tests.pure.engine_helpers import (
     ROOT,
     Collector,
+    PausedClock,
     a_client,
     a_free_address,
     a_loading_server,
@@ -36,11 +36,7 @@ from tests.pure.engine_helpers import (
     submit,
 )
 
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(server_module, "IDLE_WAIT_MS", 5)
-    monkeypatch.setattr(client_module, "PING_INTERVAL_S", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 def test_every_request_gets_its_own_tokens_and_one_end():
@@ -135,15 +131,6 @@ def test_a_request_waits_for_an_engine_that_is_not_there_yet():
             assert listener.wait() == "length"
             assert client.silent_s < float("inf")
             assert client.num_restarts == 0
-
-
-class PausedClock:
-    """Clock of a process that was stopped and continues: time has passed only for this process."""
-
-    lost_s = 0.0
-
-    def monotonic(self):
-        return time.monotonic() + self.lost_s
 
 
 @pytest.mark.slow

@@ -18,8 +18,7 @@ from engine.models.weights import Shard, weights_of
 from tests.family_checkpoints import config_of, make_checkpoint
 from tests.lora_adapters import make_adapter
 from tests.mixture_checkpoints import MIXTURES
-from tests.pure.exporting.test_quantized_checkpoints import numbers_of
-from tests.quantized_checkpoints import change_tensors, make_fp8, make_quantized
+from tests.quantized_checkpoints import change_tensors, make_fp8, make_quantized, numbers_of
 
 pytestmark = pytest.mark.slow
 
