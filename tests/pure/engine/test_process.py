@@ -68,6 +68,7 @@ def test_a_silent_client_loses_its_requests_and_is_notified_if_it_was_only_slow(
             pass
         kind, fields = message
         assert (kind, fields[1:3]) == (messages.REFUSED, ("silent", "engine_unavailable"))
+        monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", PATIENCE_S)  # now of the only client, which talks
         assert talking.wait() == "length"
         assert is_empty(client)
 
