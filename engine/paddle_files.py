@@ -50,7 +50,7 @@ class Program:
 
 
 def read_params(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Read-only views of the mapped file."""
+    """Return the arrays of a file by name, as read-only views of the mapped file."""
     try:
         with path.open("rb") as file:
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_symbols() -> list[str]:
-    """GPT-2's printable stand-in for each byte, by byte."""
+    """Return the printable symbol that GPT-2 uses in place of each byte, by byte."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = (b for b in range(256) if b not in shown)
     symbol = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}

@@ -118,7 +118,7 @@ def random_tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, np.
 
 
 def tensor_list(config: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], float, float]]:
-    """Shape, standard deviation and mean of each tensor."""
+    """Return shape, standard deviation and mean of each tensor."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     tied = config["tie_word_embeddings"]
     tensors = {"model.embed_tokens.weight": ((vocab, hidden), 0.5 if tied else 1.0, 0.0)}
@@ -161,7 +161,7 @@ def _layer_tensors(config: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], f
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray], dtype: str = "float32") -> None:
-    """`dtype`: float32, float16 or bfloat16 (cut off, not rounded: the values are random anyway)."""
+    """Write a safetensors file. `dtype` is float32, float16 or bfloat16, to which values are cut off, not rounded."""
     num_bytes = 4 if dtype == "float32" else 2
     name_of = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     header, offset = {}, 0

@@ -87,7 +87,7 @@ def bodies(*names: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def deep(depth: int, value: Any = 1) -> bytes:
-    """JSON of a list in a list in a list."""
+    """Return the JSON text of `depth` nested lists with a value in the innermost one."""
     return b"[" * depth + json.dumps(value).encode() + b"]" * depth
 
 

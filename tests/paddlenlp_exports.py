@@ -29,7 +29,8 @@ Tensors = dict[str, np.ndarray]
 
 
 def make_export(checkpoint: Path, out: Path, num_ranks: int = 1, quant: str | None = None, **how) -> Path:
-    """`how`: dtype, arch of the GPU, static_cache, suffix of the program."""
+    """Write the export of a checkpoint as PaddleNLP does. `how` may have dtype, arch (of the GPU), static_cache, and
+    suffix (of the program)."""
     config = json.loads((checkpoint / "config.json").read_text())
     dtype, static_cache = how.get("dtype", "float16"), how.get("static_cache", False)
     shutil.copytree(checkpoint, out, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -128,8 +129,8 @@ def _tensor(array: np.ndarray, dtype: str) -> paddle.Tensor:
 
 
 def _quantized(leaf: str, array: np.ndarray, quant: str, arch: int) -> dict[str, paddle.Tensor]:
-    """PaddleNLP turns qkv_weight round first, so that all are [K, N]. The bytes of an expert have a shape of their own:
-    [K, N] with 8 bits, [K, N / 2] with 4."""
+    """Return codes and scales of a matrix. PaddleNLP transposes qkv_weight first, so that all are [K, N]. The bytes of
+    an expert have a shape of their own: [K, N] with 8 bits, [K, N / 2] with 4."""
     if array.ndim == 3:
         made = [_quantized(leaf, each, quant, arch) for each in array]
         codes, scales = (paddle.stack([each[name] for each in made]) for name in (leaf, f"{leaf}_scale"))

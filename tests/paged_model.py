@@ -72,7 +72,7 @@ class PagedModel:
         return model
 
     def step(self, tokens: dict[int, list[int]], num_logits: int = 1) -> np.ndarray:
-        """`tokens`: by request, what follows all it had before. Logits of the last `num_logits` of each."""
+        """Compute the next tokens of some requests. Return the logits of the last `num_logits` tokens of each."""
         requests, counts = list(tokens), [len(ids) for ids in tokens.values()]
         starts = np.cumsum([0, *counts])
         contexts = [self.context_lens[request] for request in requests]
@@ -113,7 +113,7 @@ class PagedModel:
 
 
 def make_caches(specs: Iterable[CacheSpec], num_blocks: int) -> dict[str, np.ndarray]:
-    """Full of NaN: what was not written must not be read."""
+    """Return caches that are full of NaN, because what was not written must not be read."""
     caches = {}
     for spec in specs:
         nan = {"bfloat16": 0x7FC0, "int8": -1}.get(spec.dtype, np.nan)  # two bytes of -1 are a scale that is none

@@ -7,7 +7,7 @@ PATIENCE_S = 60
 
 
 def wait_until(condition, why_not=lambda: "it has not come true", patience_s=PATIENCE_S):
-    """-> what it came to, which is true. Looks again after a tenth of the time that it has waited."""
+    """Wait until `condition()` is true and return its value. It is called again after a tenth of the time waited."""
     began = time.monotonic()
     while not (value := condition()):
         waited_s = time.monotonic() - began

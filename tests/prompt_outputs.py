@@ -10,7 +10,7 @@ LAST, MEAN = (Sampling(0, pooling=pooling) for pooling in ("last", "mean"))
 
 
 def run(loop, *requests):
-    """Token ids, logprobs of the prompt, and hidden states of each, and why it ended."""
+    """Return the token ids, the prompt outputs and the finish reasons of the requests, each by request id."""
     token_ids = {each.request_id: [] for request in requests for each in (request, *request.forks)}
     outputs, ends = {}, {}
     for request in requests:

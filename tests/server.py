@@ -59,7 +59,7 @@ class RunningServer:
         return pids["tritonserver helper" if name == "stub" else name]
 
     def command(self, name: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-        """`start_server` or `stop_server` with this server's environment."""
+        """Run `start_server` or `stop_server` with the environment of this server."""
         command = [sys.executable, "-m", f"server_scripts.{name.removesuffix('_server')}", *arguments]
         return subprocess.run(command, env=self.env, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
 
@@ -139,7 +139,7 @@ def a_server(folder: Path, env: Mapping[str, str]) -> RunningServer:
 
 @contextmanager
 def running_server(folder: Path, env: Mapping[str, str], stop_within: str = "0") -> Iterator[RunningServer]:
-    """Started, ready, and stopped in the end with everything that belongs to it: at once, as an orderly end takes
+    """Run a server that is ready. At the end it is stopped without waiting for its requests: an orderly end takes
     seconds and has tests of its own."""
     server = a_server(folder, env)
     started = server.command("start_server")

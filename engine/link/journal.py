@@ -18,15 +18,17 @@ class Listener(Protocol):
     """Callbacks of one answer. The last call is either `ended` or `tokens` with a finish_reason."""
 
     def prompt_outputs(self, outputs: PromptOutputs) -> None:
-        """Called before the first tokens from an engine process."""
+        """Take the prompt outputs, before the first tokens from an engine process."""
         ...
 
     def tokens(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None, finish_reason: str | None) -> None:
-        """Called with new tokens. `logprobs` has one item per token, or is None if not requested. `finish_reason`
+        """Take new tokens. `logprobs` has one item per token, or is None if not requested. `finish_reason`
         belongs to the last token."""
         ...
 
-    def ended(self, error: RequestError) -> None: ...
+    def ended(self, error: RequestError) -> None:
+        """Take the error that has ended the answer."""
+        ...
 
 
 @dataclass

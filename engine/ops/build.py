@@ -128,7 +128,7 @@ def compiler() -> list[str]:
 
 
 def _paddle() -> tuple[str, Path] | None:
-    """Version and folder of Paddle, found without the seconds that importing it takes."""
+    """Return version and folder of Paddle, found without the seconds that importing it takes."""
     spec = importlib.util.find_spec("paddle")
     if spec is None or not spec.submodule_search_locations:
         return None

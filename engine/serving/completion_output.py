@@ -29,7 +29,7 @@ class CompletionOutput:
 
     @property
     def num_visible(self) -> int:
-        """Number of leading tokens of `token_ids` whose text is final."""
+        """Return the number of leading tokens of `token_ids` whose text is final."""
         return len(self.ends)
 
     @property

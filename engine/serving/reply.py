@@ -139,7 +139,7 @@ class Reply:
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens generated for this client, without those of a resumed answer."""
+        """Return the number of tokens generated for this client, without those of a resumed answer."""
         return sum(choice.answer.num_generated for choice in self.choices) - self._num_before
 
     def _engine_id(self, choice: Choice) -> str:

@@ -85,7 +85,7 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """Number of open requests."""
+        """Return the number of open requests."""
         return len(self._replies)
 
     @property

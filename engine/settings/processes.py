@@ -122,12 +122,12 @@ class Processes:
 
     @property
     def triton_socket(self) -> Path:
-        """Socket on which tritonserver listens, in its own folder; its name is derived from a port."""
+        """Return the socket on which tritonserver listens, in its own folder; its name is derived from a port."""
         return self.run_path / TRITON_FOLDER / TRITON_SOCKET
 
     @property
     def triton_page(self) -> Path:
-        """Socket on which tritonserver serves its metrics."""
+        """Return the socket on which tritonserver serves its metrics."""
         return self.run_path / TRITON_FOLDER / TRITON_PAGE
 
     @property

@@ -27,7 +27,7 @@ def distance(found, expected):
 
 
 def tensor(value, device, dtype=None):
-    """bf16 comes as uint16. `dtype`: of float32 arrays."""
+    """Return an array as a tensor: uint16 as bfloat16, float32 as `dtype`. Other values are returned as they are."""
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype == np.uint16:

@@ -108,7 +108,7 @@ def requests_with(settings, count, num_forks=0):
 
 
 def answers_of(loop, requests):
-    """Token ids, and the rounded log-probabilities that came with them."""
+    """Return the token ids, and the rounded log-probabilities that came with them."""
     logprobs = {}
     for request in requests:
         if not any(request in other.forks for other in requests):

@@ -16,7 +16,7 @@ from tests.pure.paged_batch import PagedBatch  # noqa: E402
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Short prompts count as long; which were found in a step."""
+    """Let short prompts count as long. Return a list with the number of tokens of each call of `attend`."""
     taken = []
     attend = prefill_attention.attend
     monkeypatch.setattr(prefill_attention, "SHORTEST", 30)

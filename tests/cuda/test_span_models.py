@@ -49,7 +49,7 @@ def model(exported):
 
 @pytest.fixture(scope="module")
 def requests(model):
-    """Ordinary tokens, and the same with spans."""
+    """Return requests of ordinary tokens, and the same ones with spans."""
     ordinary, table = random_requests(seed=1, count=2 if IS_INTERPRETED else 12), table_of(model("text"))
     if IS_INTERPRETED:
         for each in ordinary:

@@ -16,7 +16,7 @@ from engine.core.types import PENDING, Batch, Logprobs, PromptOutputs, Row, Samp
 
 
 def next_token(last: int, index: int, sampling: Sampling) -> int:
-    """Greedy: [5, 6] continues 7, 8, 9. Sampled: any function of seed and position, the same in every process."""
+    """Return the token behind `last`: the next number if it is greedy, else a function of seed and position."""
     token_id = last + 1 if sampling.temperature == 0 else (31 * last + 17 * sampling.seed + 7 * index) % 1009
     while index < sampling.min_new_tokens and token_id in sampling.stop_token_ids:
         token_id += 1

@@ -120,7 +120,7 @@ class FakeServer:
         return pid
 
     def kill(self, name: str) -> int:
-        """-> the pid that it had."""
+        """Kill a process and return its pid."""
         pid = self.wait_until(lambda: self.pid_now(name))
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -159,8 +159,9 @@ def kill_supervisor(server: FakeServer) -> None:
 def fake_server(
     folder: Path, children: dict[str, str], answers: dict[str, Any] | None = None, **options
 ) -> Iterator[FakeServer]:
-    """`children`: name -> what fake_child.py is to do. `answers`: what is answered at first, ready unless it says
-    something else. `options`: fields of Config, `ask_every_s` and `check_for_s`."""
+    """Run a supervisor with fake children. `children` says by name what fake_child.py does, `answers` what a probe is
+    answered at first (by default that the server is ready). `options` are fields of Config, `ask_every_s` and
+    `check_for_s`."""
     file = folder / "answers.json"
     if answers is not None or not file.exists():
         file.write_text(json.dumps(READY if answers is None else answers))

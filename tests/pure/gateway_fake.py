@@ -162,7 +162,7 @@ class FakeBackend:
         return DetokenizeResponse("".join(chr(each % 128) for each in tokens))
 
     async def change_loras(self, body: dict[str, Any], owner: Owner) -> LoraList:
-        """There is one then."""
+        """Return a list with one adapter, whatever the change is."""
         self.bodies.append(json.loads(json.dumps(with_owner(body, owner))))
         if self.script:
             raise self.script[0]
@@ -207,7 +207,7 @@ class Gateway:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
 
     def send(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None):
-        """-> status, headers, body; a body that is no bytes is sent as JSON."""
+        """Send a request and return status, headers and body. A body that is not bytes is sent as JSON."""
         with contextlib.closing(self.connect()) as connection:
             payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             connection.request(method, path, payload, headers or {})

@@ -103,7 +103,7 @@ def run(scenario):
 
 @contextlib.asynccontextmanager
 async def serving(folder, triton, credentials=None, replicas=None, **settings):
-    """-> the front and the port where it listens."""
+    """Run the gRPC server of a gateway in front of a fake tritonserver. Return it and the port where it listens."""
     config = Config(run_dir=str(folder), **settings)
     config.triton_socket.parent.mkdir(exist_ok=True)
     behind = grpc.aio.server()
@@ -126,7 +126,7 @@ async def a_client(port):
 
 
 async def answers(responses):
-    """(id, the text or the object of an error, Triton's error) of each response."""
+    """Return for each response its id, its text or the object of its error, and the error of Triton."""
     found = []
     async for response in responses:
         payload = b"".join(response.infer_response.raw_output_contents)[LENGTH_BYTES:]

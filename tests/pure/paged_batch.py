@@ -53,7 +53,8 @@ class PagedBatch:
         return self.run_part(ops, kv_cache, {b: (0, n) for b, n in enumerate(self.count)})
 
     def run_part(self, ops, kv_cache: np.ndarray, part: dict[int, tuple[int, int]]) -> np.ndarray:
-        """Request b's tokens first .. end for each (first, end) of `part`, in one step."""
+        """Compute a part of the tokens of some requests in one step: for request b those from `part[b][0]` to below
+        `part[b][1]`."""
         chosen = list(part)
         rows = np.concatenate([np.arange(*part[b]) + self.query_starts[b] for b in chosen])
         query_starts = np.cumsum([0, *(end - first for first, end in part.values())], dtype=np.int32)

@@ -25,7 +25,7 @@ class RandomModel:
     cache_groups = FULL_ATTENTION
 
     def __init__(self, vocab_size: int, likely_ids: tuple[int, ...] = (), block_size: int = 16):
-        """`likely_ids`: without them JSON would hardly ever end."""
+        """Make `likely_ids` more likely than others: without this, JSON would hardly ever end."""
         self.block_size = block_size
         self.num_steps = self.num_masked = 0
         self._vocab_size = vocab_size

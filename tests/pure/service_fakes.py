@@ -20,7 +20,7 @@ from tests.patience import wait_until
 
 
 def an_input_processor(tokenizer, vocab_size=400, lengths=(100, 80, 50), loras=None, **more):
-    """`lengths`: of prompt and answer together, of a prompt, of an answer."""
+    """Return an input processor. `lengths` limits prompt and answer together, a prompt, and an answer."""
     loras = loras or LoraRegistry(Config(), Path())
     return InputProcessor(tokenizer, vocab_size, LengthLimits(*lengths), loras, **more)
 

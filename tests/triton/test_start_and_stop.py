@@ -55,7 +55,7 @@ def output_of(server):
 
 
 def wait_for(server, phase, num_processes=0):
-    """-> the state that says so, of a start with this many processes at least."""
+    """Wait for a phase of a start with at least so many processes, and return the state."""
 
     def found():
         state = state_of(server)

@@ -138,7 +138,7 @@ def test_one_request_may_fill_the_whole_memory_with_any_mix_of_groups(groups):
 
 
 def layers(pattern):
-    """`f`: full attention, `s`: a sliding window."""
+    """Return the caches of layers: `f` has full attention, `s` a sliding window."""
     kinds = {"f": PAGES, "s": WINDOW}
     return [LayerCache(n, "float32", (-1, 2, 1, 4, 8), group=kinds[each]) for n, each in enumerate(pattern)]
 

@@ -281,7 +281,7 @@ def test_a_request_that_cannot_fit_is_refused():
 
 
 def cost_of(*groups):
-    """Prompt tokens computed and the most blocks held for these requests, each with its forks."""
+    """Return how many prompt tokens are computed for groups of a request and its forks, and the most blocks held."""
     loop = a_loop(64 * 8, 64, batch_size=8, max_num_batched_tokens=1024, enable_prefix_caching=False, block_ratio=1)
     held = 0
     for first, *forks in groups:

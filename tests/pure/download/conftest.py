@@ -11,7 +11,7 @@ from tests.pure.model_server import ModelServer
 
 @pytest.fixture(autouse=True)
 def quiet_environment(monkeypatch, tmp_path):
-    """Neither the operator's settings nor a token of the machine has a say."""
+    """Hide settings in the environment, and the tokens of this machine."""
     for name in list(os.environ):
         if name.startswith("HF_") or name.lower().endswith("_proxy") or name in ("MODEL_MIRROR", "tag"):
             monkeypatch.delenv(name)

@@ -40,7 +40,7 @@ FAST = Policy(num_tries=3, backoff_s=0.001, timeout_s=5)
 
 
 def files_in(root: Path) -> dict[str, bytes]:
-    """Everything there but the download's own notes."""
+    """Return the content of all files by path, except the files that a download writes for itself."""
     notes = ("download.json", ".download.lock")
     found = (path for path in root.rglob("*") if path.is_file() and path.name not in notes)
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}

@@ -203,7 +203,7 @@ def test_an_interrupted_call_does_not_disturb_the_next(llm, monkeypatch):
 
 @contextmanager
 def an_interrupt_at_line(number):
-    """KeyboardInterrupt at the n-th line of the scheduler, its queues or its block pool, as a signal brings it."""
+    """Raise KeyboardInterrupt at the n-th line of the scheduler, its queues or its block pool, as a signal does."""
     files, lines = (block_pool.__file__, running_queue.__file__, scheduler.__file__), count(1)
 
     def trace(frame, event, arg):

@@ -26,7 +26,8 @@ def of_rows(number: int, width: int) -> Value:
 
 
 def gated_graph(hidden: int, inner: int, is_read_twice: bool) -> tuple[Graph, dict[str, np.ndarray]]:
-    """embedding, linear, swiglu, linear back, and the table once more for the logits."""
+    """Return a graph of embedding, gated linear, linear and logits, for which the table is used again, and its
+    parameters."""
     params = {
         "table": to_bf16(random(VOCAB, hidden)),
         "gate_up": to_bf16(random(2 * inner, hidden)),

@@ -267,7 +267,7 @@ def test_the_policy_hears_of_steps_in_whose_time_a_source_reads():
 
 
 def answers_of(executor, config):
-    """Greedy answers repeat themselves soon, seeded ones never; with the bits of their log-probabilities."""
+    """Return greedy answers, which soon repeat themselves, and seeded ones, which do not, with log-probabilities."""
     loop, answers = EngineLoop(executor, 64, config), {}
     for seed in range(8):
         prompt = [(11 * seed + 7 * index) % 300 for index in range(5 + 9 * seed)]

@@ -35,13 +35,13 @@ class Hosts:
         self.waits = []
 
     def master(self):
-        """(followers, peers), in time."""
+        """Start the master. Return a function that waits for its followers and peers."""
         master = in_thread(rendezvous.wait_for_followers, self.machines[0], self.port, FACTS, self.waits.append)
         wait_until(lambda: self.waits)
         return master
 
     def follower(self, host, facts=FACTS):
-        """(connection to the master, peers), in time."""
+        """Start a follower. Return a function that waits for its connection to the master and for its peers."""
         return in_thread(rendezvous.join_master, self.machines[host], self.port, facts)
 
     def stranger(self, payload=b"", ip="127.0.0.2"):

@@ -185,7 +185,7 @@ def write(root, **files):
 
 @pytest.fixture
 def machine(tmp_path):
-    """(cgroup, proc) of a machine with 8 GiB to give and no container."""
+    """Return the folders of cgroup and proc of a machine with 8 GiB of available memory, outside of containers."""
     write(tmp_path, proc__meminfo=f"MemTotal: {16 * 2**20} kB\nMemAvailable:    {8 * 2**20} kB\nHugePages_Total: 0\n")
     (tmp_path / "cgroup").mkdir()
     return tmp_path / "cgroup", tmp_path / "proc"

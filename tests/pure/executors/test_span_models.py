@@ -48,7 +48,7 @@ def models(exported, checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def requests(models):
-    """Ordinary tokens, and the same with spans."""
+    """Return requests of ordinary tokens, and the same ones with spans."""
     ordinary, table = random_requests(seed=1), table_of(models["text", 1])
     return ordinary, [with_spans(each, table, seed) for seed, each in enumerate(ordinary)]
 

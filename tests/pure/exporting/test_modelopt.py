@@ -44,7 +44,7 @@ def of_rows(matrix, rng):
 
 
 def of_blocks(matrix, rng):
-    """ModelOpt writes scales of blocks with four axes."""
+    """Return a matrix with one scale for each block. ModelOpt writes these scales with four axes."""
     rows, columns = (np.arange(size) // 128 for size in matrix.shape)
     scale = rng.uniform(0.001, 0.01, (rows[-1] + 1, 1, columns[-1] + 1, 1)).astype(np.float32)
     return fp8(matrix, scale, scale[:, 0, :, 0][rows[:, None], columns])

@@ -18,7 +18,7 @@ from tests.pure.gateway_fake import PATIENCE_S, WAIT, FakeBackend, running
 
 
 async def ask(backend, *paths, ports=(), timeout_s=PATIENCE_S, times=1):
-    """-> [(status, body)] of all paths, asked at once; the last of several times."""
+    """Request all paths at the same time, `times` times. Return the last status and body of each."""
     runner = web.AppRunner(make_health_app(backend, timeout_s, ports))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

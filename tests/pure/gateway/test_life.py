@@ -239,9 +239,9 @@ def test_workers_share_a_port():
 
 @contextlib.contextmanager
 def a_process(module, *arguments, max_files=0, **settings):
-    """-> the process, which may have `max_files` open files if that is given, and its port.
+    """Run a process of the gateway, with at most `max_files` open files if that is given. Return it and its port.
 
-    There is no tritonserver, unless a test says where.
+    It finds no tritonserver, unless `settings` say where one is.
     """
     port, grpc_port, metrics_port = free_ports(3)
     variable = "HEALTH_HTTP_PORT" if module == "gateway.health" else "SERVICE_HTTP_PORT"

@@ -23,7 +23,7 @@ NEWER_DEEPSEEK = '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool
 
 
 def read(text, cuts=(), is_forced=False, names=(), **dialect):
-    """Content, reasoning, and calls as pairs of name and arguments."""
+    """Parse `text` in pieces that end at `cuts`. Return content, reasoning, and the name and arguments of each call."""
     reader = OutputParser(OutputSyntax(**dialect), is_forced, names=names)
     places = [0, *cuts, len(text)]
     parts = [part for start, end in itertools.pairwise(places) for part in reader.push(text[start:end])]

@@ -89,7 +89,7 @@ def server(shared_server):
 
 
 def a_downloader(addresses=None, allows=lambda address: True, **options):
-    """`addresses`: by host, instead of the local one."""
+    """Return a downloader. `addresses` are those of hosts; all other names are resolved to this host."""
     options = {"domains": ["*"], "max_bytes": 1 << 20, "timeout_s": 5.0} | options
     return ImageDownloader(
         **options, resolve=lambda host, port: (addresses or {}).get(host, ["127.0.0.1"]), allows=allows

@@ -7,7 +7,7 @@ from engine.link.crash_search import CrashSearch
 
 @pytest.fixture
 def bench():
-    """CrashSearch, the requests that are open, and those that the engine was given."""
+    """Return a CrashSearch, the set of open requests, and the list of those that the engine was given."""
     opened, given = set("abcd"), []
 
     def submit(request_id):

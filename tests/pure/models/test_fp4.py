@@ -21,14 +21,15 @@ RNG = np.random.default_rng(0)
 
 
 def mxfp4(codes):
-    """compressed-tensors of MXFP4: an exponent per 32 elements."""
+    """Return values, and their tensors as compressed-tensors stores MXFP4: with an exponent for 32 elements."""
     exponents = RNG.integers(118, 124, (len(codes), codes.shape[1] // 32), np.uint8)
     values = np.ldexp(E2M1[codes], np.repeat(exponents.astype(np.int32) - 127, 32, axis=1))
     return values, {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": exponents}
 
 
 def nvfp4(codes, names=("weight", "weight_scale_2"), inverse=False):
-    """NVFP4: an 8-bit float per 16 elements, and a factor for the matrix, or the number that they are divided by."""
+    """Return values, and their tensors in NVFP4: with an 8-bit float for 16 elements, and a factor or, if `inverse`, a
+    divisor for the matrix."""
     scale = RNG.uniform(8, 400, (len(codes), codes.shape[1] // 16)).astype(ml_dtypes.float8_e4m3fn)
     total = np.float32(2**12 if inverse else 2**-12)
     values = E2M1[codes] * np.repeat(scale.astype(np.float32), 16, axis=1) * np.float32(2**-12)

@@ -39,7 +39,7 @@ def _both(ops, rank, shape, num_ranks):
 
 
 def expected_sum(shape, num_ranks, num_hosts):
-    """First over the ranks of each host, then over the hosts."""
+    """Return the sum over the ranks of each host, which is then summed over the hosts."""
     per_host = num_ranks // num_hosts
     hosts = [
         run_threads(per_host, lambda rank, ops, host=host: ops.all_reduce(share_of(host * per_host + rank, shape)))

@@ -261,7 +261,7 @@ def test_every_field_of_openai_that_is_passed_on_or_refused_is_named():
 
 
 def families(vllm_model_name=""):
-    """(name, type, label names) of all that the server tells; a histogram's three counters are one."""
+    """Return name, type and label names of all metrics of a server; the three counters of a histogram are one."""
     counts = DraftCounts("ngram")
     counts.count(1, 1)
     engine = SimpleNamespace(is_up=True, num_open=0, stats={})

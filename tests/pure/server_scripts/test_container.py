@@ -34,7 +34,7 @@ def outcome_of(folder, *command, given=None):
 
 @pytest.fixture
 def folder(tmp_path):
-    """User 1000 can reach it."""
+    """Return a folder that user 1000 can reach."""
     for path in (tmp_path, *tmp_path.parents[:3]):
         if path.stat().st_uid == os.getuid() and path != Path("/tmp"):
             path.chmod(0o755)

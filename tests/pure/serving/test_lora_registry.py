@@ -203,7 +203,7 @@ def test_wrong_modules_are_refused(env, trouble):
 
 @pytest.fixture
 def folder(good, tmp_path):
-    """LORA_DIR, with an adapter, and what is not to be found from there."""
+    """Return LORA_DIR with an adapter; beside it is one that must not be found."""
     folder = tmp_path / "loras"
     shutil.copytree(good, folder / "a")
     shutil.copytree(good, tmp_path / "secret")

@@ -220,7 +220,7 @@ def test_scores_that_would_be_too_many_are_refused_with_their_number(service):
 
 
 def ask_several(service, req_id, prompt, max_dec_len, n, **fields):
-    """`expected` has the answer of each seed alone."""
+    """Request several answers. `expected` of the returned sender has the answer of each seed alone."""
     sender = ask(service, req_id, prompt, max_dec_len, temperature=1, n=n, **fields)
     samplings = [Sampling(max_dec_len, temperature=1, seed=req_id + index) for index in range(n)]
     sender.expected = [answer(prompt, sampling) for sampling in samplings]

@@ -136,7 +136,7 @@ def test_templates_come_from_the_config_or_from_a_file_of_their_own(tmp_path):
 
 
 def golden_cases():
-    """Rendered by transformers, see tests/golden."""
+    """Return the cases that transformers has rendered, see tests/golden."""
     return json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
 
 

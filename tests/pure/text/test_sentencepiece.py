@@ -71,7 +71,7 @@ def llama():
 
 
 def a_model_dir(directory, model, name="tokenizer.model", **files):
-    """`files` has the content of NAME.json by name."""
+    """Write a model file, and for each item of `files` NAME.json with this content."""
     (directory / name).write_bytes(model)
     for stem, content in files.items():
         (directory / f"{stem}.json").write_text(json.dumps(content), encoding="utf-8")

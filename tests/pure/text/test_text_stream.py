@@ -29,7 +29,7 @@ def ids_of(tokenizer, text):
 
 
 def parts_of(items, rng):
-    """`items` cut at random, empty parts among them."""
+    """Return `items` cut at random places, some parts of which are empty."""
     cuts = sorted(rng.choices(range(len(items) + 1), k=rng.randrange(8)))
     return [items[start:end] for start, end in zip([0, *cuts], [*cuts, len(items)], strict=True)]
 

@@ -89,7 +89,7 @@ def backend(request):
 
 
 def a_model_dir(directory, backend=None, **files):
-    """`files` has the content of NAME.json by name."""
+    """Write tokenizer.json, and for each item of `files` NAME.json with this content."""
     (backend or a_byte_level_backend()).save(str(directory / "tokenizer.json"))
     for name, content in files.items():
         (directory / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")

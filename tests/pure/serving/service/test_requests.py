@@ -107,7 +107,7 @@ def test_more_waiting_tokens_than_the_engine_takes_are_refused_before_tokens_are
 
 @pytest.fixture
 def pass_time(monkeypatch):
-    """pass_time(s): for open requests."""
+    """Return a function that lets a number of seconds pass for open requests."""
     passed_s = [0.0]
     clock = SimpleNamespace(time=lambda: time.time() + passed_s[0])
     monkeypatch.setattr(reply_module, "time", clock)
