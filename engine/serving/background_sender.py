@@ -37,19 +37,19 @@ class BackgroundSender:
             watcher = self._watcher
             is_released = watcher is not None and watcher.is_cancelled()
         if is_released and self._reply:
-            self._reply.visit(lambda: self._end_watching(watcher))
+            self._reply.call_between_responses(lambda: self._end_watching(watcher))
         return False
 
     def watch(self, watcher: Sender, reply: Reply, num_sent: int) -> None:
         """Send the answer to `watcher` from token `num_sent` on, and no longer to the previous watcher. Must be called
-        in a visit of the reply (`Reply.visit`)."""
+        by `Reply.call_between_responses`."""
         self._end_watching(self._watcher)
         self._reply, self._watcher = reply, watcher
-        reply.show(True, num_sent)
+        reply.start_streaming(num_sent)
 
     def _end_watching(self, watcher: Sender | None) -> None:
         if watcher and watcher is self._watcher and self._reply and self._take():
-            self._reply.show(False)
+            self._reply.stop_streaming()
             error = Cancelled("the answer goes on without this connection")
             watcher.send(wire.write_answer(wire.Failure(error)), True)
 

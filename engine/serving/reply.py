@@ -67,7 +67,7 @@ class Reply:
             each.known_token_ids or not each.is_open for each in self.choices
         )  # there are tokens to send at once
         self._has_begun = self._is_known
-        self._visits: list[Callable[[], None]] = []
+        self._calls: list[Callable[[], None]] = []  # see `call_between_responses`
         self.error: RequestError | None = None
         self._is_enqueued = False  # in the senders' queue, with a sender thread, or ended
         self._asking = threading.Lock()  # held to query Triton for a cancellation and to set _ended
@@ -102,24 +102,26 @@ class Reply:
         """Return whether a token has arrived."""
         return self._has_begun
 
-    def visit(self, call: Callable[[], None]) -> bool:
+    def call_between_responses(self, call: Callable[[], None]) -> bool:
         """Let a sender thread call `call` while nothing is being sent, when all arrived tokens are processed. Return
         False if the reply has ended."""
         with self._lock:
             if not self._ended:
-                self._visits.append(call)
+                self._calls.append(call)
                 self._enqueue_once(True)
             return not self._ended
 
-    def show(self, is_watched: bool, num_sent: int = 0) -> None:
-        """Start streaming the only choice to a client that has `num_sent` tokens of it, or stop streaming until its
-        end. Must be called in a visit."""
-        self.streaming = is_watched and self._may_stream
-        if is_watched:
-            [choice] = self.choices
-            choice.resume(num_sent)
-            self.sender.send(self._encode_delta(choice, is_end=False), False)
-            choice.mark_sent()
+    def start_streaming(self, num_sent: int) -> None:
+        """Stream the only choice to a client that has `num_sent` tokens of it. Must be called between responses."""
+        self.streaming = self._may_stream
+        [choice] = self.choices
+        choice.resume(num_sent)
+        self.sender.send(self._encode_delta(choice, is_end=False), False)
+        choice.mark_sent()
+
+    def stop_streaming(self) -> None:
+        """Send no more before the end of the answer. Must be called between responses."""
+        self.streaming = False
 
     def drop_images(self) -> None:
         """Release the memory of images, which is not needed once the engine client has them."""
@@ -239,15 +241,15 @@ class Reply:
             except Exception:
                 log.exception("%s: the final response could not be sent", self.engine_id)
         with self._lock:
-            visits, self._visits = self._visits, []
-        for visit in visits:
+            calls, self._calls = self._calls, []
+        for call in calls:
             try:
-                visit()
-            except Exception:  # the stream of the visitor is broken, or a bug
-                log.exception("%s: a visit failed", self.engine_id)
+                call()
+            except Exception:  # the stream of another client is broken, or a bug
+                log.exception("%s: a call between responses failed", self.engine_id)
         with self._lock:
             self._is_enqueued = self._ended  # an ended reply is not enqueued again
-            self._enqueue_once(bool(self._arrived or self._visits or self.error))
+            self._enqueue_once(bool(self._arrived or self._calls or self.error))
 
     def _respond(
         self,

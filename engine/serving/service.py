@@ -198,7 +198,7 @@ class Service:
         the answer again, repeats the request."""
         if not self._stored.has(request, owner):
             reply = self._admit(request, owner, BackgroundSender(), received, storing)
-            reply.show(False)
+            reply.stop_streaming()
             self._start(reply, owner)
         if storing.is_streamed:
             self._stored.watch(request, owner, sender)

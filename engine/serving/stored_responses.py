@@ -47,7 +47,7 @@ class StoredResponses:
         [num_sent] = request.resume_from or (0,)
         reply = self._replies.get(request.req_id)
         if reply and reply.storing and isinstance(background := reply.sender, BackgroundSender):
-            if reply.visit(partial(background.watch, sender, reply, num_sent)):
+            if reply.call_between_responses(partial(background.watch, sender, reply, num_sent)):
                 return
             reply.is_released.wait(RELEASE_TIMEOUT_S)
         finished = self.finished.get(owner.name, request.req_id)
@@ -92,7 +92,7 @@ class StoredResponses:
     def _answer_open(self, reply: Reply, action: str, send: Callable[[StoredResponse], None]) -> bool:
         """Return False if the reply has ended."""
 
-        def visit() -> None:
+        def change_and_send() -> None:
             if action == wire.DELETE:
                 reply.storing = None
             if action != wire.RETRIEVE and not reply.is_over:
@@ -103,7 +103,7 @@ class StoredResponses:
 
         if action == wire.CANCEL:
             _check_background(reply.state)
-        return reply.visit(visit)
+        return reply.call_between_responses(change_and_send)
 
 
 def _check_background(state: RequestState) -> None:
