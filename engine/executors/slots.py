@@ -22,7 +22,7 @@ Sample = Callable[[np.ndarray, SamplingRows], SampledRows]
 
 class Choices(NamedTuple):
     """Token choices of a step, in the order of its output: for each row one after every draft, assuming that the drafts
-    before it are right, then one for each fork."""
+    before it are correct, then one for each fork."""
 
     slots: list[int]
     tails: list[Sequence[int]]  # the draft tokens before each choice

@@ -26,7 +26,7 @@ class DraftRow(NamedTuple):
     num_answered: int  # tokens of the answer up to there, which select the random number
     states: np.ndarray | None = None  # [tokens, ...], only for an MTP layer: what it reads beside each token
     # If the step that was launched last still chooses the tokens, its row. The device finds out how many of its drafts
-    # are right, samples behind the token that follows these, and adds their number to `num_answered`.
+    # are correct, samples behind the token that follows these, and adds their number to `num_answered`.
     verified: VerifiedRow | None = None
 
 

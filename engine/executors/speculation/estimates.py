@@ -1,11 +1,11 @@
-"""Estimates that the draft policy decides by: how often drafts are right, and how long steps take."""
+"""Estimates that the draft policy decides by: how often drafts are correct, and how long steps take."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
 
-PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # assumed share of right first drafts, as if it had been seen so often
+PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # assumed share of correct first drafts, as if it had been seen so often
 ANY_LEVEL, LEVEL_WEIGHT = -1, 4.0  # the share of all levels is assumed for each, as if it had been seen so often
 DECAY = 0.998  # of the weight of earlier drafts, for each new one
 AGING = 0.998  # of the weight of all drafts, for each step: positions that get no drafts are tried again
@@ -18,16 +18,16 @@ NUM_KNOWN_WELL = 16  # those from which on a single one counts less
 
 
 class AcceptanceRates:
-    """Running share of right drafts, by level and position. A level stands for how sure a drafter is."""
+    """Running share of correct drafts, by level and position. A level stands for how sure a drafter is."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
 
-    def record(self, level: int, num_right: int, num_judged: int) -> None:
-        """Count drafts of one row: the first `num_right` of them, and then a wrong one if more have been judged."""
-        for position in range(min(num_right + 1, num_judged)):
+    def record(self, level: int, num_correct: int, num_known: int) -> None:
+        """Count drafts of one row: the first `num_correct` of them, and then a wrong one if more are known."""
+        for position in range(min(num_correct + 1, num_known)):
             for counts in (self._counts[level, position], self._counts[ANY_LEVEL, position]):
-                counts[0] = DECAY * counts[0] + (position < num_right)
+                counts[0] = DECAY * counts[0] + (position < num_correct)
                 counts[1] = DECAY * counts[1] + 1
 
     def age(self) -> None:
@@ -37,13 +37,13 @@ class AcceptanceRates:
             counts[1] *= AGING
 
     def expected(self, level: int, num_drafts: int) -> list[float]:
-        """Return, for each of the drafts, the probability that it and those before it are right."""
+        """Return, for each of the drafts, the probability that it and those before it are correct."""
         probabilities, product, share = [], 1.0, PRIOR
         for position in range(num_drafts):
-            right, judged = self._counts[ANY_LEVEL, position]
-            share = (right + share * PRIOR_WEIGHT) / (judged + PRIOR_WEIGHT)  # as at the position before, unless seen
-            right, judged = self._counts[level, position]
-            product *= (right + share * LEVEL_WEIGHT) / (judged + LEVEL_WEIGHT)
+            correct, known = self._counts[ANY_LEVEL, position]
+            share = (correct + share * PRIOR_WEIGHT) / (known + PRIOR_WEIGHT)  # as at the position before, unless seen
+            correct, known = self._counts[level, position]
+            product *= (correct + share * LEVEL_WEIGHT) / (known + LEVEL_WEIGHT)
             probabilities.append(product)
         return probabilities
 

@@ -19,7 +19,7 @@ class Drafter(Protocol):
 
     @property
     def level(self) -> int:
-        """Return how sure it is of the last proposal, from 0. The policy counts how often each level is right."""
+        """Return how sure it is of the last proposal, from 0. The policy counts how often each level is correct."""
         ...
 
     def propose(self, token_ids: list[int], max_drafts: int) -> Sequence[int]:
@@ -82,5 +82,5 @@ class LookupProposer(Proposer):
             return ()
         drafter = self._drafters[row.slot]
         drafts = drafter.propose(request.token_ids, max_drafts)
-        request.set_drafts(drafts, 2 * drafter.level + request.was_right)
+        request.set_drafts(drafts, 2 * drafter.level + request.was_correct)
         return drafts

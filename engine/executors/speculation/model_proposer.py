@@ -15,7 +15,7 @@ from engine.executors.speculation.proposer import Drafts, Proposer, Requests
 from engine.executors.speculation.requests import DraftedRequest, Verification
 from engine.executors.speculation.verified_rows import RunningStep, VerifiedRow, only_continues, verified_rows
 
-NUM_LEVELS = 4  # of how often the drafts of a request were right lately
+NUM_LEVELS = 4  # of how often the drafts of a request were correct lately
 
 
 class DraftPlan(NamedTuple):
@@ -228,4 +228,4 @@ class DraftModelProposer(Proposer):
 
 
 def _level(request: DraftedRequest) -> int:
-    return min(int(NUM_LEVELS * request.share_right), NUM_LEVELS - 1)
+    return min(int(NUM_LEVELS * request.share_correct), NUM_LEVELS - 1)

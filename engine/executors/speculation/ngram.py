@@ -23,7 +23,7 @@ class NgramDrafter:
         self._max_drafts = config.speculate_max_draft_token_num
         self._end_of: dict[tuple[int, ...], int] = {}  # n-gram -> position of the token that followed
         self._num_read = 0  # tokens whose n-grams have been entered
-        self._num_drafts = 1  # length of the next proposal; grows while drafts are right
+        self._num_drafts = 1  # length of the next proposal; grows while drafts are correct
         self._pause = 1  # tokens to wait after the next wrong draft; grows while drafts are wrong
         self._resume_at = 0  # number of tokens at which drafting resumes
         self._proposed: tuple[int, Sequence[int]] | None = None  # start and tokens of the last drafts

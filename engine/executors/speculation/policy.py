@@ -1,5 +1,5 @@
 """Draft policy: decides how many draft tokens a step verifies, from measured step times and from how often drafts were
-right. It handles numbers only; drafts never change an answer, so the policy cannot either."""
+correct. It handles numbers only; drafts never change an answer, so the policy cannot either."""
 
 from __future__ import annotations
 

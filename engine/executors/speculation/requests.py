@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from engine.core.types import PENDING, Arrival, Row, StepOutput
 from engine.executors.speculation.estimates import AcceptanceRates
 
-FIRST_SHARE, SHARE_DECAY = 0.7, 0.9  # of `share_right`
+FIRST_SHARE, SHARE_DECAY = 0.7, 0.9  # of `share_correct`
 RETRY_AFTER = 512  # tokens until a pause of the policy may end for a request that could not be drafted for
 NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
@@ -38,8 +38,8 @@ class DraftedRequest:
     drafts: Sequence[int] = ()  # the last ones, whether or not a step has verified them
     drafted_at: int = 0  # number of tokens at that time
     level: int = 0  # of these drafts, see `AcceptanceRates`
-    was_right: bool = True  # the first of them
-    share_right: float = FIRST_SHARE  # running share of right drafts
+    was_correct: bool = True  # the first of them
+    share_correct: float = FIRST_SHARE  # running share of correct drafts
     retry_at: int = 0  # number of tokens from which on a pause may end in order to draft for it
 
     @classmethod
@@ -79,15 +79,15 @@ class DraftedRequest:
         known = self.token_ids[self.drafted_at : self.drafted_at + len(self.drafts)]
         if known and self.drafts:
             pairs = zip(known, self.drafts, strict=False)
-            num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            num_correct = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             self.drafts = ()
-            self.record(rates, self.level, num_right, len(known))
+            self.record(rates, self.level, num_correct, len(known))
 
-    def record(self, rates: AcceptanceRates, level: int, num_right: int, num_known: int) -> None:
-        """Record that of the drafts of a level so many were right, and for how many of them that is known."""
-        rates.record(level, num_right, num_known)
-        self.share_right += (num_right / num_known - self.share_right) * (1 - SHARE_DECAY)
-        self.was_right = num_right > 0
+    def record(self, rates: AcceptanceRates, level: int, num_correct: int, num_known: int) -> None:
+        """Record that of the drafts of a level so many were correct, and for how many of them that is known."""
+        rates.record(level, num_correct, num_known)
+        self.share_correct += (num_correct / num_known - self.share_correct) * (1 - SHARE_DECAY)
+        self.was_correct = num_correct > 0
 
 
 def append_tokens(

@@ -82,7 +82,7 @@ class SuffixDrafter:
         self._arrival, self._answers = arrival, answers
         self._own = History()
         self.level = 0
-        self._next: tuple[History, int, int] | None = None  # where the last match goes on if its drafts are right
+        self._next: tuple[History, int, int] | None = None  # where the last match goes on if its drafts are correct
 
     def propose(self, token_ids: list[int], max_drafts: int) -> Sequence[int]:
         """Return the likely continuation, see `Drafter`."""

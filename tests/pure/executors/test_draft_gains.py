@@ -72,9 +72,9 @@ def simulate(
             right = next((place for place in range(count) if rng.random() > acceptance_at(number)), count)
             if count:
                 num_accepted += right
-                num_judged = min(right + 1, count)
-                policy.acceptance.record(levels[index], right, num_judged)
-                shares[index] += (1 - SHARE_DECAY) * (right / num_judged - shares[index])
+                num_known = min(right + 1, count)
+                policy.acceptance.record(levels[index], right, num_known)
+                shares[index] += (1 - SHARE_DECAY) * (right / num_known - shares[index])
         run = device.run + device.run_step * depth if depth else 0.02
         step = device.verify + device.verify_draft * num_drafts if depth else device.ahead + device.wait
         policy.observe(num_rows, num_drafts, num_rows + num_accepted, (step / 1e3, run / 1e3))

@@ -12,7 +12,7 @@ MEMORY_BOUND = {"rows_s": 0.0, "extra_s": 0.0005}  # more tokens cost nearly not
 COMPUTE_BOUND = {"rows_s": 0.01, "extra_s": 0.01}
 
 
-def simulate(policy, num_rows, share_right, num_steps, costs):
+def simulate(policy, num_rows, share_correct, num_steps, costs):
     """Run steps of 10 ms plus so much for each row and each draft; each draft is right with the same probability.
     Return the numbers of chosen drafts, all sampled tokens and the time of all steps."""
     rng, chosen, num_tokens, total_s = random.Random(0), [], 0, 0.0
@@ -21,18 +21,18 @@ def simulate(policy, num_rows, share_right, num_steps, costs):
         seconds = 0.01 + rows_s * num_rows
         offers = [(0, 4)] * num_rows if policy.may_draft else []
         counts = policy.choose(num_rows, 0, offers)
-        num_right = [next((i for i in range(4) if rng.random() > share_right), 4) for _ in counts]
-        for right in num_right:
+        num_correct = [next((i for i in range(4) if rng.random() > share_correct), 4) for _ in counts]
+        for right in num_correct:
             policy.acceptance.record(0, right, 4)
         seconds += extra_s * sum(counts)
-        num_sampled = num_rows + sum(map(min, counts, num_right))
+        num_sampled = num_rows + sum(map(min, counts, num_correct))
         policy.observe(num_rows, sum(counts), num_sampled, (seconds, draft_s * bool(offers)))
         chosen.append(sum(counts))
         num_tokens, total_s = num_tokens + num_sampled, total_s + seconds + draft_s * bool(offers)
     return chosen, num_tokens, total_s
 
 
-def simulate_ahead(policy, num_rows, share_right, num_steps, costs):
+def simulate_ahead(policy, num_rows, share_correct, num_steps, costs):
     """Return the time of each token, relative to steps of 10 ms that are launched ahead. Other steps take 3 ms more,
     and each draft so much. The first step of a pause waits for the device."""
     rng, num_tokens, total_s = random.Random(0), 0, 0.0
@@ -48,30 +48,30 @@ def simulate_ahead(policy, num_rows, share_right, num_steps, costs):
             continue
         was_paused = False
         counts = policy.choose(num_rows, 0, [(0, 4)] * num_rows) if policy.may_draft else [0]
-        num_right = [next((i for i in range(4) if rng.random() > share_right), 4) for _ in counts]
-        for right, count in zip(num_right, counts, strict=True):
+        num_correct = [next((i for i in range(4) if rng.random() > share_correct), 4) for _ in counts]
+        for right, count in zip(num_correct, counts, strict=True):
             policy.acceptance.record(0, min(right, count), count)
         seconds, draft_s = 0.013 + costs["extra_s"] * sum(counts), costs["draft_s"] * max(counts)
-        num_sampled = num_rows + sum(map(min, counts, num_right))
+        num_sampled = num_rows + sum(map(min, counts, num_correct))
         policy.observe(num_rows, sum(counts), num_sampled, (seconds, draft_s))
         num_tokens, total_s = num_tokens + num_sampled, total_s + seconds + draft_s
     return total_s / num_tokens / (0.01 / num_rows)
 
 
-@pytest.mark.parametrize(("num_rows", "share_right", "extra_s"), [(1, 0.0, 0.0), (1, 0.5, 0.01), (32, 0.7, 0.0003)])
-def test_drafts_that_do_not_pay_cost_little_where_steps_of_a_pause_are_faster(num_rows, share_right, extra_s):
+@pytest.mark.parametrize(("num_rows", "share_correct", "extra_s"), [(1, 0.0, 0.0), (1, 0.5, 0.01), (32, 0.7, 0.0003)])
+def test_drafts_that_do_not_pay_cost_little_where_steps_of_a_pause_are_faster(num_rows, share_correct, extra_s):
     assert (
         simulate_ahead(
-            DraftPolicy(runs_ahead=True), num_rows, share_right, 4000, {"extra_s": extra_s, "draft_s": 0.002}
+            DraftPolicy(runs_ahead=True), num_rows, share_correct, 4000, {"extra_s": extra_s, "draft_s": 0.002}
         )
         < 1.02
     )
 
 
-@pytest.mark.parametrize(("num_rows", "share_right", "least"), [(1, 0.95, 2.2), (1, 0.75, 1.5), (8, 0.75, 1.5)])
-def test_drafts_that_pay_are_found_where_steps_of_a_pause_are_faster(num_rows, share_right, least):
+@pytest.mark.parametrize(("num_rows", "share_correct", "least"), [(1, 0.95, 2.2), (1, 0.75, 1.5), (8, 0.75, 1.5)])
+def test_drafts_that_pay_are_found_where_steps_of_a_pause_are_faster(num_rows, share_correct, least):
     costs = {"extra_s": 0.0002 / num_rows, "draft_s": 0.001}
-    assert simulate_ahead(DraftPolicy(runs_ahead=True), num_rows, share_right, 2000, costs) < 1 / least
+    assert simulate_ahead(DraftPolicy(runs_ahead=True), num_rows, share_correct, 2000, costs) < 1 / least
 
 
 def test_all_drafts_are_verified_where_tokens_cost_nothing_and_drafts_are_right():
@@ -88,7 +88,7 @@ def test_few_drafts_are_verified_if_only_the_first_are_right():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_rows", "share_right", "costs"),
+    ("num_rows", "share_correct", "costs"),
     [
         pytest.param(1, 0.0, MEMORY_BOUND, id="wrong drafts"),
         pytest.param(1, 0.2, {"extra_s": 0.005}, id="dear tokens"),
@@ -97,9 +97,9 @@ def test_few_drafts_are_verified_if_only_the_first_are_right():
         pytest.param(4, 0.3, {"extra_s": 0.001, "draft_s": 0.01}, id="slow drafting"),
     ],
 )
-def test_drafts_that_do_not_pay_cost_less_than_one_percent(num_rows, share_right, costs):
+def test_drafts_that_do_not_pay_cost_less_than_one_percent(num_rows, share_correct, costs):
     num_steps = 4000
-    chosen, num_tokens, total_s = simulate(DraftPolicy(), num_rows, share_right, num_steps, costs)
+    chosen, num_tokens, total_s = simulate(DraftPolicy(), num_rows, share_correct, num_steps, costs)
     without_s = (0.01 + costs.get("rows_s", 0) * num_rows) / num_rows  # per token
     assert total_s / num_tokens < 1.01 * without_s
     assert sum(count > 0 for count in chosen) < num_steps / 50

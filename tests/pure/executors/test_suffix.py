@@ -57,8 +57,10 @@ def num_steps(drafter, prompt, answer):
     text, whole, steps = [*prompt, answer[0]], [*prompt, *answer], 0
     while len(text) < len(whole):
         drafts = drafter.propose(text, min(NUM_DRAFTS, len(whole) - len(text) - 1))
-        num_right = next((place for place, each in enumerate(drafts) if each != whole[len(text) + place]), len(drafts))
-        text, steps = whole[: len(text) + num_right + 1], steps + 1
+        num_correct = next(
+            (place for place, each in enumerate(drafts) if each != whole[len(text) + place]), len(drafts)
+        )
+        text, steps = whole[: len(text) + num_correct + 1], steps + 1
     return steps
 
 
