@@ -178,9 +178,8 @@ def _must_be_supported(config_json: Path) -> None:
 def _from_mirror(name: str, part: str, target_dir: Path, options: DownloadOptions) -> int:
     assert options.mirror
     mirror, place = options.mirror.rstrip("/"), f"{options.tag}/{name}/{part}"
-    quant = (
-        None if part == "mtp" else parse_model_name(name)[1]
-    )  # the name does not say how the draft model is quantized
+    # The name does not say how the draft model is quantized.
+    quant = None if part == "mtp" else parse_model_name(name)[1]
     return fill(
         target_dir,
         Record(f"{place} of a mirror", quant, is_static=True),

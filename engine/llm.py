@@ -112,9 +112,8 @@ class LLM:
         self.tokenizer = Tokenizer.load(graph_dir)
         executor = make_executor(graph_dir, config, owns_process=False)
         self._num_blocks = allocate_cache(executor, config, Manifest.read(graph_dir).max_seq_len)
-        self._config = replace(
-            config, max_cached_task_num=2**31, max_waiting_tokens=2**62
-        )  # limits of a server do not apply
+        # The limits of a server do not apply here.
+        self._config = replace(config, max_cached_task_num=2**31, max_waiting_tokens=2**62)
         self._grammars = GrammarPool(partial(Tokenizer.load, graph_dir), Manifest.read(graph_dir).vocab_size, config)
         self._loop = EngineLoop(executor, self._num_blocks, self._config, self._grammars)
         self._lock = threading.Lock()  # of the loop: calls from several threads take turns

@@ -21,9 +21,8 @@ def pytest_configure():
     # Under nohup SIGHUP is ignored, and children inherit that as well. A handler is reset to the default by exec.
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
-    gc.set_threshold(
-        50_000, 20
-    )  # libraries and thousands of tests are no garbage, but are looked at whenever it is sought
+    # Libraries and thousands of tests are no garbage, but every search for garbage looks at them.
+    gc.set_threshold(50_000, 20)
 
 
 def pytest_collection_finish():

@@ -21,9 +21,8 @@ class Llama:
     def context(self, num_requests: int, prompt_len: int) -> ctypes.c_void_p:
         params = lib.llama_context_default_params()
         params.n_seq_max = num_requests
-        params.n_ctx = (
-            num_requests * -(-(prompt_len + MAX_ANSWER) // 256) * 256
-        )  # llama.cpp divides it evenly, in multiples of 256
+        # llama.cpp divides it evenly, in multiples of 256.
+        params.n_ctx = num_requests * -(-(prompt_len + MAX_ANSWER) // 256) * 256
         params.n_batch = MAX_TOKENS_IN_STEP
         params.n_threads = params.n_threads_batch = self.threads
         return lib.llama_init_from_model(self.model, params)

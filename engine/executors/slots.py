@@ -68,9 +68,8 @@ class Slots:
         self._block_tables = np.zeros((len(groups), num_slots, width), np.int32)
         self._num_blocks = np.zeros((len(groups), num_slots), np.int64)
         self._rows = SamplingRows.greedy(num_slots)  # its `counter` is the number of tokens of the answer
-        self._token_counts = TokenCounts(
-            num_slots, min(max_blocks * block_size, vocab_size + 1)
-        )  # NO_TOKEN is one more
+        # NO_TOKEN is counted like one more token.
+        self._token_counts = TokenCounts(num_slots, min(max_blocks * block_size, vocab_size + 1))
         self._biases: dict[int, LogitBias] = {}  # only of slots that have one
         self.pooled_states = PooledStates()
         self.adapters: dict[int, str] = {}  # adapter ids, only of slots that have one

@@ -107,9 +107,8 @@ class Attention:
         sums = run.ops.square_sums(qkv, **heads, head_dim=self.head_dim)
         if self.num_ranks > 1:
             sums = run.ops.all_reduce(sums)
-        sizes = [
-            count * self.head_dim * self.num_ranks for count in heads.values()
-        ]  # key heads that are replicated on several ranks are counted once for each rank
+        # Key heads that are replicated on several ranks are counted once for each rank.
+        sizes = [count * self.head_dim * self.num_ranks for count in heads.values()]
         weights = [run.params[norm.weight.name] for norm in self.norms]
         given = {"head_dim": self.head_dim, "q_size": sizes[0], "k_size": sizes[1], "epsilon": self.norms[0].epsilon}
         return run.ops.wide_norm(qkv, sums, *weights, **heads, **given)

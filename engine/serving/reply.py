@@ -63,9 +63,8 @@ class Reply:
         # Shared between threads, under the lock, like the pending tokens of the choices
         self._lock = threading.Lock()
         self._arrived: list[Choice] = []  # choices with pending tokens
-        self._is_known = any(
-            each.known_token_ids or not each.is_open for each in self.choices
-        )  # there are tokens to send at once
+        # There are tokens to send at once.
+        self._is_known = any(each.known_token_ids or not each.is_open for each in self.choices)
         self._has_begun = self._is_known
         self._calls: list[Callable[[], None]] = []  # see `call_between_responses`
         self.error: RequestError | None = None

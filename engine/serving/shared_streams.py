@@ -26,9 +26,8 @@ class SharedStreams:
 
     def __init__(self) -> None:
         self._streams: dict[str, _SharedStream] = {}
-        self._num_sharing: Counter[str] = (
-            Counter()
-        )  # open requests by name of the stream, which may not exist (any more)
+        # Number of open requests by the name of the stream, which may not exist (any more).
+        self._num_sharing: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def open(self, name: str, sender: Sender) -> None:

@@ -12,11 +12,8 @@ from engine.wire.checks import refusal
 
 Json = dict[str, Any]
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-LIMITS_OF_TYPES = (
-    -(2**63),
-    2**63 - 1,
-    2**64 - 1,
-)  # code generators write them for int64 and uint64, so they are no real bounds
+# Code generators write them for int64 and uint64, so they are no real bounds.
+LIMITS_OF_TYPES = (-(2**63), 2**63 - 1, 2**64 - 1)
 MAX_EXACT = 2**53
 LITERALS = ("const", "enum", "default", "examples")  # contain values, no schemas
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

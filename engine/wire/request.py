@@ -29,10 +29,8 @@ ABORT = (
     "abort"  # a request with this key set ends the one with the req_id that it accepts, and is answered with Aborted
 )
 MAX_URGENT_BYTES = 16 << 10  # of a probe or an abort: a req_id, however escaped
-TOKENIZE, DETOKENIZE = (
-    "tokenize",
-    "detokenize",
-)  # one with this key is answered with TokenizeResponse or DetokenizeResponse
+# A request with one of these fields is answered with a TokenizeResponse or a DetokenizeResponse.
+TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
 # Keys of requests that do not generate text, and keys that only the gateway may set
 CONTROL_KEYS = (PROBE, ABORT, SHARE, TOKENIZE, DETOKENIZE, STORE, STORED, *LORA_FIELDS)
 MAX_KEYS = 1000  # fields of a request, including unknown ones

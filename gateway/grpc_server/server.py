@@ -65,10 +65,8 @@ OPTIONS = [  # gRPC itself limits metadata to 16 KiB
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 20_000),
-    (
-        "grpc.max_connection_idle_ms",
-        600_000,
-    ),  # connections without a stream are closed
+    # Connections without a stream are closed.
+    ("grpc.max_connection_idle_ms", 600_000),
     # Bytes buffered for a stream that is not read. The BDP probe would raise them to what the network carries.
     ("grpc.http2.lookahead_bytes", 16 << 10),
     ("grpc.http2.bdp_probe", 0),

@@ -29,10 +29,8 @@ BOOKKEEPING_S, ROW_BOOKKEEPING_S, BOOKKEEPING_SHARE = 60e-6, 10e-6, 0.003
 NUM_PROBES = 8  # steps without chosen drafts after which the policy pauses
 # On a device that runs ahead, only the steps of a pause have the time of steps without drafts.
 NUM_UNSETTLED, NUM_MEASURED = 2, NUM_TRUSTED + 1  # steps at the beginning of a pause, and those that are measured then
-PAUSE, MORE_PAUSE = (
-    48,
-    16,
-)  # steps of a pause if drafts do not seem to pay, and of its continuation as long as they do not
+# Steps of a pause if drafts do not seem to pay, and of its continuation as long as they do not.
+PAUSE, MORE_PAUSE = 48, 16
 MAX_READING = 4.0  # of a step in which states of the steps of a pause are read, in its usual time, that counts
 Offer = tuple[int, int]  # level and number of the drafts of a row
 Group = tuple[float, int, list[int]]  # drafts at one position of equal offers: probability, position, indices of offers

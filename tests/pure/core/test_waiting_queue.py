@@ -7,9 +7,8 @@ from engine.core.waiting_queue import LEVEL_TOKENS, WaitingQueue
 
 
 def a_request(name, owner="", priority=0, prompt_len=10, max_new_tokens=90):
-    return Request(
-        name, [0] * prompt_len, prompt_len, Sampling(max_new_tokens), owner=owner, priority=priority
-    )  # 100 tokens, if nothing else is said
+    # Its cost is 100 tokens by default.
+    return Request(name, [0] * prompt_len, prompt_len, Sampling(max_new_tokens), owner=owner, priority=priority)
 
 
 def add(waiting, *requests):

@@ -278,9 +278,8 @@ def test_unenforced_keywords_of_an_optional_call_are_reported_unless_the_functio
         assert (status, headers["X-Unenforced-Keywords"]) == (200, '"w": uniqueItems at $.properties.a')
         status, answer = gateway.refused(CHAT, {**asked, "tools": [of_unique(strict=True)]})
         assert (status, 'Function "w"' in answer["error"]["message"]) == (400, True)
-        status, headers, _ = gateway.send(
-            "POST", CHAT, {**ASKED, "tools": [of_unique(strict=True)]}
-        )  # nothing is forced
+        # Nothing is forced.
+        status, headers, _ = gateway.send("POST", CHAT, {**ASKED, "tools": [of_unique(strict=True)]})
         assert (status, "X-Unenforced-Keywords" in headers) == (200, False)
 
 

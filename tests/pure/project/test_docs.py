@@ -376,9 +376,8 @@ def test_every_op_for_gpus_is_in_the_module_that_the_catalogue_names():
     assert missing == []
     fused = {name for op in OPS.values() if op.cuda for name in op.fuses}
     mixtures = {op.name for op in EXPORTED if op.is_mixture} | {"moe_route", "add_gated"}
-    only_cpus = mixtures | {
-        op.name for op in (*LATENT_OPS, *STATE_OPS, *VISION_OPS)
-    }  # GPUs refuse the families that need them
+    # GPUs refuse the families that need them.
+    only_cpus = mixtures | {op.name for op in (*LATENT_OPS, *STATE_OPS, *VISION_OPS)}
     assert {op.name for op in EXPORTED if not op.cuda} <= fused | only_cpus, (
         "every op can be computed, if only with the one behind it"
     )

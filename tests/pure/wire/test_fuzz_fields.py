@@ -92,9 +92,8 @@ def assert_as_its_schema_says(name, value):
     except InvalidRequest as error:
         assert error.field == name
         assert name in str(error)
-        assert not is_valid or name in wire.STRUCTURED_OUTPUT_FIELDS, str(
-            error
-        )  # of these more must be right than a schema can say
+        # More must be right about these than a schema can say.
+        assert not is_valid or name in wire.STRUCTURED_OUTPUT_FIELDS, str(error)
     else:
         assert is_valid, value
 
