@@ -26,11 +26,6 @@ class CrashSearch:
         self._suspect: str | None = None
         self._is_held = False  # the engine process does not compute yet
 
-    @property
-    def is_active(self) -> bool:
-        """Return whether a request is computed alone."""
-        return self._alone is not None
-
     def add(self, request_id: str) -> None:
         """Submit a new request, during a search after the requests that wait for their turn."""
         if self._alone is None and not self._is_held:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from engine.settings.foreign import readers
+from engine.settings.foreign.fastdeploy_variables import ONE_POOL
 from engine.settings.foreign.row import FASTDEPLOY, OptionRow, ignored, refused, sets
 
 ROUTER = "clients call a decode instance, which knows the prefill instances; a scheduler instance has REPLICAS"
-ONE_POOL = "all blocks are one pool, whose blocks are taken one by one as a request grows"
 PORT = "the engine needs no port; servers that differ in this one differ in one"
 IMAGE_OUTPUT = "answers are text"
 IMAGE_CACHES = "embeddings of images are kept in the engine, and blocks of prompts by the content of their images"

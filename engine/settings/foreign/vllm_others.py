@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from engine.settings.foreign.others import OVERRIDES
 from engine.settings.foreign.row import SGLANG, VLLM, OptionRow, ignored, refused, sets
 
 SERVERS = "DATA_PARALLEL_SIZE engines are on this machine; REPLICAS distributes requests among servers"
 MACHINES = "POD_IPS has the machines, POD_0_IP the one that serves"
-OVERRIDES = "--hf-overrides changes what config.json says"
 ONE_KERNEL = "there is one kernel for each op and device"
 EXPORTED = "a checkpoint is exported once, whatever it was written by"
 FIGURES = "figures of all requests are at /metrics"

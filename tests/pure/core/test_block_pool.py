@@ -11,11 +11,11 @@ from engine.core.types import Swaps
 SIZE = 4
 
 
-def keys_of(token_ids, size=SIZE, salt=""):
+def keys_of(token_ids, salt=""):
     """Return the keys of the full blocks of `token_ids`."""
     keys = []
-    for start in range(0, len(token_ids) - size + 1, size):
-        keys.append(hash_block(keys[-1] if keys else root_hash(salt), token_ids[start : start + size]))
+    for start in range(0, len(token_ids) - SIZE + 1, SIZE):
+        keys.append(hash_block(keys[-1] if keys else root_hash(salt), token_ids[start : start + SIZE]))
     return keys
 
 

@@ -71,9 +71,9 @@ def a_loop(num_blocks=60, **settings):
     return loop, loop.executor.vision
 
 
-def with_image(name, content=b"cat", length=11, num_tokens=20, max_new_tokens=3):
-    request = a_request([PLACEHOLDER] * num_tokens, max_new_tokens, name)
-    request.spans = [PromptSpan(6, length, content, pixels=b"pixels")]
+def with_image(name, content=b"cat", num_tokens=20):
+    request = a_request([PLACEHOLDER] * num_tokens, 3, name)
+    request.spans = [PromptSpan(6, 11, content, pixels=b"pixels")]
     return request
 
 

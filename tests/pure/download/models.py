@@ -46,8 +46,8 @@ def files_in(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
 
 
-def weights_url(part="model") -> str:
-    return f"/{FOLDER}/{part}/rank_0/model.pdiparams"
+def weights_url() -> str:
+    return f"/{FOLDER}/model/rank_0/model.pdiparams"
 
 
 def cdn_url(body: bytes) -> str:

@@ -83,9 +83,9 @@ def test_a_client_that_leaves_before_it_may_send_its_body_is_no_error(caplog):
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def asked_and_half_closed(gateway, body, path=CHAT, version=b"HTTP/1.1"):
+def asked_and_half_closed(gateway, body, version=b"HTTP/1.1"):
     client, payload = socket.create_connection(("127.0.0.1", gateway.port), PATIENCE_S), json.dumps(body).encode()
-    client.sendall(b"POST %b %b\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), version, len(payload)))
+    client.sendall(b"POST %b %b\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), version, len(payload)))
     client.sendall(payload)
     client.shutdown(socket.SHUT_WR)
     return client

@@ -253,9 +253,9 @@ def test_an_error_in_the_grammar_of_a_forced_call_blames_the_tools():
     assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, "tools", "The `tools` is")
 
 
-def of_unique(name="w", **more):
+def of_unique(**more):
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+    return {"type": "function", "function": {"name": "w", "parameters": parameters, **more}}
 
 
 def test_unenforced_keywords_of_a_forced_call_are_refused_by_its_function_or_reported():

@@ -37,11 +37,11 @@ def a_set(*addresses, failed_files=(None, None)):
 
 
 @contextmanager
-def two_engines(step_s=0.005, **settings):
+def two_engines(**settings):
     """Return an EngineSet of two engines in this process that are up."""
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(a_server(SlowExecutor(256, 4, step_s), max_dec_len=500, **settings)) for _ in range(2)
+            stack.enter_context(a_server(SlowExecutor(256, 4, 0.005), max_dec_len=500, **settings)) for _ in range(2)
         ]
         engines = stack.enter_context(a_set(*(server.address for server in servers)))
         wait_until(lambda: all(engine.stats for engine in engines.engines))

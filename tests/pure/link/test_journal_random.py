@@ -180,7 +180,7 @@ class World:
             self.network.now += 3600
         elif self.server and self.num_disturbances < 12:
             if kind == "crash":
-                if not self.client._crash_search.is_active:  # else it would be blamed
+                if self.client._crash_search._alone is None:  # else it would be blamed
                     self.crash()
             else:
                 self.network.lose()

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.slow  # processes are started
 TWO_HOSTS = {"MP_NNODE": "2", "MP_NUM": "2", "POD_IPS": "127.0.0.1,127.0.0.2", "HOST_IP": "127.0.0.1"}
 
 
-def started_by_mpirun(num: int, num_here: int, rank_here: int = 0) -> dict[str, str]:
-    """Return what mpirun sets for one of `num` commands, of which `num_here` are on this machine."""
-    counts = {"SIZE": num, "LOCAL_SIZE": num_here, "LOCAL_RANK": rank_here}
+def started_by_mpirun(num: int, num_here: int) -> dict[str, str]:
+    """Return what mpirun sets for the first of `num` commands, of which `num_here` are on this machine."""
+    counts = {"SIZE": num, "LOCAL_SIZE": num_here, "LOCAL_RANK": 0}
     return {f"OMPI_COMM_WORLD_{name}": str(count) for name, count in counts.items()}
 
 

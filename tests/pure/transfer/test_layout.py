@@ -15,14 +15,15 @@ GREEDY = Sampling(max_new_tokens=4, temperature=0, num_logprobs=1)
 PROMPTS = [
     [(seed + 7 * index) % VOCAB_SIZE for index in range(length)] for seed, length in ((1, 100), (2, 129), (3, 48))
 ]
+NUM_HEADS = 4  # KV heads of a model
 
 
-def layout_of(num_ranks, num_model_heads=4):
-    """Return the layout of two caches of a model with so many KV heads, and its block with random content."""
-    num_heads = max(1, num_model_heads // num_ranks)
+def layout_of(num_ranks):
+    """Return the layout of two caches of a model with NUM_HEADS KV heads, and its block with random content."""
+    num_heads = max(1, NUM_HEADS // num_ranks)
     layout = BlockLayout(num_ranks, 4, num_heads, 6, is_copied=False)
-    model = np.random.default_rng(1).integers(0, 256, (4, num_model_heads, 6), np.uint8)
-    starts = [rank * num_model_heads // num_ranks for rank in range(num_ranks)]
+    model = np.random.default_rng(1).integers(0, 256, (4, NUM_HEADS, 6), np.uint8)
+    starts = [rank * NUM_HEADS // num_ranks for rank in range(num_ranks)]
     return layout, b"".join(model[:, start : start + num_heads].tobytes() for start in starts)
 
 
