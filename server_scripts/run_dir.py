@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
-from engine.settings.processes import LORAS_FILE, STOPPING_FILE, Processes, default_run_path
+from engine.settings.processes import LORAS_FILE, STOPPING_FILE, ProcessSettings, default_run_path
 from engine.settings.served import SERVED_FILE
 
 
@@ -130,7 +130,7 @@ def stop_command(run_path: Path, log_dir: str) -> str:
     """Return the command that stops the server of this run directory, which writes to the absolute path `log_dir`."""
     if run_path == default_run_path():
         return "stop_server"
-    follows = run_path == Processes(log_dir=log_dir).run_path
+    follows = run_path == ProcessSettings(log_dir=log_dir).run_path
     folder = f"FD_LOG_DIR={shlex.quote(log_dir)}" if follows else f"RUN_DIR={shlex.quote(str(run_path.absolute()))}"
     return f"{folder} stop_server"
 

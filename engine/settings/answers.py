@@ -27,7 +27,7 @@ TOOL_CALL_SYNONYMS = {
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerSettings:
     push_mode_http_workers: int = setting(
         1, "PUSH_MODE_HTTP_WORKERS", "gateway processes on the HTTP and gRPC ports", minimum=1, maximum=64
     )

@@ -12,7 +12,7 @@ LONG_SHARE = 0.04  # of the longest prompt: a longer one is long, as at FastDepl
 
 
 @dataclass(frozen=True)
-class Capacity:
+class CapacitySettings:
     max_model_len: int | None = setting(
         None,
         "MAX_MODEL_LEN",

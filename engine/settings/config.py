@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.settings.answers import Answers
-from engine.settings.capacity import Capacity
-from engine.settings.disaggregation import PREFILL, Disaggregation, fill_in
+from engine.settings.answers import AnswerSettings
+from engine.settings.capacity import CapacitySettings
+from engine.settings.disaggregation import PREFILL, DisaggregationSettings, fill_in
 from engine.settings.grammars import GrammarSettings
 from engine.settings.images import ImageSettings
 from engine.settings.loras import LoraSettings
-from engine.settings.ports import Ports
-from engine.settings.processes import Processes
+from engine.settings.ports import PortSettings
+from engine.settings.processes import ProcessSettings
 from engine.settings.replicas import ReplicaSettings
 from engine.settings.setting import expanded, given, parse
 
@@ -28,15 +28,15 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 @dataclass(frozen=True)
 class Config(
-    Processes,
+    ProcessSettings,
     GrammarSettings,
     ImageSettings,
-    Answers,
-    Capacity,
+    AnswerSettings,
+    CapacitySettings,
     LoraSettings,
-    Disaggregation,
+    DisaggregationSettings,
     ReplicaSettings,
-    Ports,
+    PortSettings,
 ):  # dataclass takes the fields of the last one first
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:

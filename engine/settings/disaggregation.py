@@ -27,7 +27,7 @@ PORT_OFFSETS = {
 
 
 @dataclass(frozen=True)
-class Disaggregation:
+class DisaggregationSettings:
     splitwise_role: str = setting(
         MIXED,
         "SPLITWISE_ROLE",

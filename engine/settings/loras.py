@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.settings.model import Model
+from engine.settings.model import ModelSettings
 from engine.settings.served import OWN_NAME, names_in
 from engine.settings.setting import expanded, setting
 
@@ -17,7 +17,7 @@ MAX_NAME_LEN = 256
 
 
 @dataclass(frozen=True)
-class LoraSettings(Model):
+class LoraSettings(ModelSettings):
     lora_modules: str = setting(
         "", "LORA_MODULES", "[adapters](lora.md) by the names that requests have as `model`: `name=path other=path`"
     )

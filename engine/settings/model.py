@@ -17,7 +17,7 @@ QUANT_TYPES = (
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSettings:
     model_dir: str = setting(
         "/models", "MODEL_DIR", "checkpoint or exported model; with a model name, where it is kept"
     )

@@ -9,7 +9,7 @@ from engine.settings.setting import port, setting
 
 
 @dataclass(frozen=True)
-class Ports:
+class PortSettings:
     health_http_port: int = port(
         8110,
         "HEALTH_HTTP_PORT",

@@ -43,7 +43,7 @@ def default_run_path() -> Path:
 
 
 @dataclass(frozen=True)
-class Processes:
+class ProcessSettings:
     start_timeout_s: float = setting(
         1800.0, "START_TIMEOUT", "seconds to wait for readiness before the start fails", minimum=1
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from engine.settings.processes import Processes
+from engine.settings.processes import ProcessSettings
 from server_scripts.report import summary
 from server_scripts.run_dir import Process, RunDir, ServerState, children_of, read_stat, stop_command
 from tests.patience import wait_until
@@ -30,8 +30,8 @@ def a_state(*processes):
 
 
 def test_the_command_that_stops_a_server_names_its_folder_unless_it_is_the_default():
-    assert stop_command(Processes().run_path, "/somewhere/log") == "stop_server"
-    run_path = Processes(log_dir="/my logs").run_path
+    assert stop_command(ProcessSettings().run_path, "/somewhere/log") == "stop_server"
+    run_path = ProcessSettings(log_dir="/my logs").run_path
     assert stop_command(run_path, "/my logs") == "FD_LOG_DIR='/my logs' stop_server"
     assert stop_command(Path("/run/mine"), "/my logs") == "RUN_DIR=/run/mine stop_server"
     assert summary(a_state(), Path("/run/mine")).endswith("stop     RUN_DIR=/run/mine stop_server")
