@@ -40,6 +40,8 @@ NAME_OF = {alias: name for name, (aliases, _) in FIELDS.items() for alias in ali
 
 @dataclass(frozen=True)
 class Answer:
+    """Answer to a prompt."""
+
     text: str
     token_ids: list[int]  # without the stop id
     finish_reason: str  # "stop" or "length"
@@ -89,13 +91,13 @@ def _naming(index: int | str) -> Iterator[None]:
 
 
 class LLM:
-    """`model` is an exported model or a checkpoint, which is exported once. Settings other than the environment's
-    are given by their field names, `LLM(path, batch_size=8)`, or as FastDeploy and vLLM name them (`max_num_seqs=8`),
-    and checked like those: raises ConfigError.
+    """Engine with one model in this process. `model` is an exported model or a checkpoint, which is exported once.
+    Settings other than the environment's are given by their field names, `LLM(path, batch_size=8)`, or as FastDeploy
+    and vLLM name them (`max_num_seqs=8`), and checked like those: raises ConfigError.
 
-    With `mp_num` above 1, a rank that ends is RankFailed or GroupError in the call that runs and in later ones: close
-    this and make another. On GPUs, and with several machines, it ends this process at once, without exceptions: nothing
-    else would wake who waits for it."""
+    With `mp_num` above 1, if a rank ends, the running call and later ones raise RankFailed or GroupError: close this
+    object and make another one. On GPUs, and with several machines, the end of a rank ends this process at once and
+    without an exception, because nothing else would wake the threads that wait for the rank."""
 
     def __init__(self, model: str | Path, **settings: Any):
         config = with_device(Config.from_env().changed(**own_keywords(settings)))
