@@ -81,7 +81,7 @@ class Bench:
             ids = rng.integers(100, self.model.vocab_size - 1000, prompt_len).tolist()
             adapter = self.adapters[number % len(self.adapters)]
             if adapter:
-                loop.adapters.need(adapter)
+                loop.adapters.ensure_loaded(adapter)
             loop.add(Request(str(number), ids, prompt_len, Sampling(**fields, adapter=adapter)))
         return loop
 

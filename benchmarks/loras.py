@@ -72,7 +72,7 @@ def main() -> None:
         adapters = [make_adapter(Path(folder) / str(seed), graph_dir, args.rank, seed) for seed in range(MOST)]
         started = time.perf_counter()
         for adapter in adapters:
-            loop.adapters.need(adapter)
+            loop.adapters.ensure_loaded(adapter)
         load_ms = 1e3 * (time.perf_counter() - started) / MOST
         for count in args.requests:
             kinds: dict[str, list[Adapter]] = {"none": [()], "one": adapters[:1], "each": adapters[: min(count, MOST)]}

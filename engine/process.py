@@ -92,7 +92,7 @@ def make_loop(config: Config, report: Report) -> tuple[EngineLoop, ModelBounds]:
     loop = EngineLoop(executor, num_blocks, config, grammars, fingerprint(executor, model.vocab_size, bounds))
     for adapter in LoraRegistry.of_server(config).all():
         try:
-            loop.adapters.need(adapter)
+            loop.adapters.ensure_loaded(adapter)
         except InvalidRequest as error:  # it has changed since it was loaded; requests for it get the same error
             log.error("%s", error)
     return loop, ModelBounds(model.vocab_size, model.max_seq_len)

@@ -17,9 +17,9 @@ class Adapters:
         self._in_use = in_use
         self._ids: dict[str, None] = {}  # least recently used first
 
-    def need(self, adapter: tuple[str, ...]) -> None:
-        """Load an adapter for a request that is about to be added. Raises InvalidRequest if it cannot be loaded, and
-        Overloaded if all adapters in memory are in use."""
+    def ensure_loaded(self, adapter: tuple[str, ...]) -> None:
+        """Load an adapter, unless it is in memory, for a request that is about to be added. Raises InvalidRequest if it
+        cannot be loaded, and Overloaded if all adapters in memory are in use."""
         adapter_id = adapter[0]
         if adapter_id not in self._ids:
             self._make_room()

@@ -114,7 +114,7 @@ class EngineLoop:
         """Add a request. Raises RequestError if it is refused. A request for a structured output may also be refused
         later, by an Update, if its grammar does not compile."""
         if request.sampling.adapter:
-            self.adapters.need(request.sampling.adapter)
+            self.adapters.ensure_loaded(request.sampling.adapter)
         if request.sampling.structured_output:
             assert self._grammars
             if len(self._compiling) >= self.scheduler.limits.max_waiting and not replay:

@@ -52,7 +52,7 @@ def answers(loop, requests):
     ]
     for request in asked:
         if request.sampling.adapter:
-            loop.adapters.need(request.sampling.adapter)
+            loop.adapters.ensure_loaded(request.sampling.adapter)
         loop.add(request)
     while not loop.is_idle:
         loop.step()

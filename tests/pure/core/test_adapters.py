@@ -25,22 +25,22 @@ def test_the_idle_adapter_that_was_needed_first_makes_room():
     memory, in_use = Memory(), {"b"}
     adapters = Adapters(memory, 2, lambda: in_use)
     for name in "abab":  # each is loaded once
-        adapters.need((name, "folder"))
+        adapters.ensure_loaded((name, "folder"))
     assert memory.loaded == ["a", "b"]
-    adapters.need(("c", "folder"))
+    adapters.ensure_loaded(("c", "folder"))
     assert memory.loaded == ["b", "c"]
     in_use = {"c"}
-    adapters.need(("a", "folder"))
+    adapters.ensure_loaded(("a", "folder"))
     assert memory.loaded == ["c", "a"]
 
 
 def test_while_requests_need_all_adapters_another_one_has_to_wait():
     memory = Memory()
     adapters = Adapters(memory, 2, lambda: {"a", "b"})
-    adapters.need(("a", "folder"))
-    adapters.need(("b", "folder"))
+    adapters.ensure_loaded(("a", "folder"))
+    adapters.ensure_loaded(("b", "folder"))
     with pytest.raises(Overloaded, match="2 adapters run or wait") as caught:
-        adapters.need(("c", "folder"))
+        adapters.ensure_loaded(("c", "folder"))
     assert (caught.value.field, caught.value.limit, memory.loaded) == ("lora_name", 2, ["a", "b"])
 
 
@@ -48,6 +48,6 @@ def test_an_adapter_that_cannot_be_loaded_takes_no_place():
     memory = Memory()
     adapters = Adapters(memory, 1, lambda: {"a"})
     with pytest.raises(InvalidRequest):
-        adapters.need(("x", "broken"))
-    adapters.need(("a", "folder"))
+        adapters.ensure_loaded(("x", "broken"))
+    adapters.ensure_loaded(("a", "folder"))
     assert memory.loaded == ["a"]

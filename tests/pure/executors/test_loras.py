@@ -203,15 +203,15 @@ def test_the_least_recently_used_adapter_is_evicted():
     memory, used = Memory(), set()
     adapters = Adapters(memory, 2, lambda: used)
     for name in ("a", "b", "a", "c"):
-        adapters.need((name, ""))
+        adapters.ensure_loaded((name, ""))
     assert (memory.held, memory.reported) == (["a", "c"], ["a", "b", "c"])
     used |= {"a", "c"}
     with pytest.raises(Overloaded, match=r"requests of 2 adapters run or wait, .* MAX_LORAS\(2\)"):
-        adapters.need(("d", ""))
+        adapters.ensure_loaded(("d", ""))
     used.remove("a")
     with pytest.raises(InvalidRequest, match="it is missing"):
-        adapters.need(("d", "missing"))
-    adapters.need(("d", ""))
+        adapters.ensure_loaded(("d", "missing"))
+    adapters.ensure_loaded(("d", ""))
     assert memory.held == ["c", "d"]
 
 
