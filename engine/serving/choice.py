@@ -26,7 +26,7 @@ class Choice:
         self.answer = CompletionOutput(tokenizer, request)
         self.num_sent = 0  # visible tokens that were sent with their text
         self.is_over = False  # its last response is sent
-        self.first_token = self.last_token = 0.0  # arrival times, seconds since the epoch; 0: none
+        self.first_token_at = self.last_token_at = 0.0  # arrival times, seconds since the epoch; 0: none
         # Received from the engine and not yet processed by a sender thread
         self.pending: list[tuple[int, Logprobs | None]] = []
         self.finish_reason: str | None = None

@@ -43,7 +43,12 @@ class Reply:
     thread at a time calls `send_pending`, and the polling thread calls `end_if_cancelled`."""
 
     def __init__(
-        self, state: RequestState, sender: Sender, received: float, owner_usage: OwnerUsage, callbacks: ReplyCallbacks
+        self,
+        state: RequestState,
+        sender: Sender,
+        received_at: float,
+        owner_usage: OwnerUsage,
+        callbacks: ReplyCallbacks,
     ):
         self.state, self.prompt, self.choices = state, state.prompt, state.choices
         request, self.storing = state.request, state.storing
@@ -57,9 +62,9 @@ class Reply:
         self._callbacks = callbacks
         self._request = request
         self.sender = sender
-        self.received, self._accepted = received, time.time()
+        self.received_at, self._accepted_at = received_at, time.time()
         self._num_before = sum(choice.answer.num_generated for choice in self.choices)  # tokens of a resumed answer
-        self._asked_at = received  # last check of the queue timeout
+        self._asked_at = received_at  # last check of the queue timeout
         # Shared between threads, under the lock, like the pending tokens of the choices
         self._lock = threading.Lock()
         self._arrived: list[Choice] = []  # choices with pending tokens
@@ -167,7 +172,7 @@ class Reply:
             choice.pending += zip(token_ids, of_each, strict=True)
             choice.finish_reason = finish_reason
             # Without streaming and stop strings all but the time of the first token can wait for the end.
-            worthwhile = finish_reason or self.streaming or self._request.stop_sequences or not choice.first_token
+            worthwhile = finish_reason or self.streaming or self._request.stop_sequences or not choice.first_token_at
             self._enqueue_once(bool(worthwhile))
 
     def ended(self, error: RequestError) -> None:
@@ -194,7 +199,7 @@ class Reply:
     def end_if_late(self) -> bool:
         """End the request if no token has arrived within its own `timeout`. Return True if this call has ended it."""
         limit_s = self._request.timeout
-        if not limit_s or self._has_begun or self.is_over or time.time() - self.received < limit_s:
+        if not limit_s or self._has_begun or self.is_over or time.time() - self.received_at < limit_s:
             return False
         self.ended(TimedOut("the model sent no response for {limit} s, the request is cancelled", limit=limit_s))
         return True
@@ -203,7 +208,7 @@ class Reply:
         """Return True, at most once a second, if no token has arrived within `limit_s`. Only the engine knows whether
         the request is still waiting."""
         now = time.time()
-        if self._has_begun or self.is_over or now - self.received < limit_s or now - self._asked_at < 1:
+        if self._has_begun or self.is_over or now - self.received_at < limit_s or now - self._asked_at < 1:
             return False
         self._asked_at = now
         return True
@@ -297,11 +302,11 @@ class Reply:
 
     def _record(self, reason: str, choices: Sequence[Choice]) -> RequestRecord:
         """Return the record of one choice, or of all choices that have failed together."""
-        began = [each.first_token for each in choices if each.first_token]
+        began = [each.first_token_at for each in choices if each.first_token_at]
         return RequestRecord(
             reason,
-            time.time() - self.received,
-            min(began) - self.received if began else None,
+            time.time() - self.received_at,
+            min(began) - self.received_at if began else None,
             len(self.prompt.token_ids),
             sum(each.answer.num_generated for each in choices),
             self.owner_usage.name,
@@ -315,12 +320,12 @@ class Reply:
 
     def _note_arrival(self, choice: Choice, count: int, latency: LatencyStats) -> None:
         now = time.time()
-        latency.record_tokens(count, now - (choice.last_token or self.received), not choice.first_token)
-        choice.first_token = choice.first_token or now
-        choice.last_token = now
+        latency.record_tokens(count, now - (choice.last_token_at or self.received_at), not choice.first_token_at)
+        choice.first_token_at = choice.first_token_at or now
+        choice.last_token_at = now
 
     def _encode_delta(self, choice: Choice, is_end: bool) -> bytes:
-        seconds = time.time() - self._accepted
+        seconds = time.time() - self._accepted_at
         times = self._times(choice) if self._request.benchmark else None
         return wire.write_answer(choice.next_delta(seconds, times, is_end))
 
@@ -330,8 +335,8 @@ class Reply:
         return wire.Failure(error, self.req_id, num_sent, usage, self.prompt.sampling.seed)
 
     def _times(self, choice: Choice) -> dict[str, str]:
-        received, accepted, now = map(_as_date, (self.received, self._accepted, time.time()))
-        return dict(zip(wire.TIMES, (received, accepted, accepted, str(choice.first_token), now), strict=True))
+        received, accepted, now = map(_as_date, (self.received_at, self._accepted_at, time.time()))
+        return dict(zip(wire.TIMES, (received, accepted, accepted, str(choice.first_token_at), now), strict=True))
 
 
 class _Listener(NamedTuple):

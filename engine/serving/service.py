@@ -95,7 +95,7 @@ class Service:
 
     def submit(self, payload: bytes, sender: Sender) -> None:
         """Queue a request and return at once. `sender` gets exactly one final response in any case."""
-        received = time.time()
+        received_at = time.time()
         if payload == wire.PROBE_PAYLOAD:
             self._send_state(sender)
             return
@@ -103,11 +103,11 @@ class Service:
             is_urgent = wire.may_be_urgent(payload)
             self._admission.take(payload, is_urgent)
             try:
-                (self._urgent if is_urgent else self._parsers).submit(self._accept, payload, sender, received)
+                (self._urgent if is_urgent else self._parsers).submit(self._accept, payload, sender, received_at)
             except RuntimeError:  # the pool is shut down
                 raise self._readiness.stopping from None
         except RequestError as error:
-            self._refuse(error, None, sender, received)
+            self._refuse(error, None, sender, received_at)
 
     def not_ready_reason(self) -> str:
         """Return why a request would not be answered now; empty if the server is ready."""
@@ -137,27 +137,27 @@ class Service:
 
     # Parsing
 
-    def _accept(self, payload: bytes, sender: Sender, received: float) -> None:
+    def _accept(self, payload: bytes, sender: Sender, received_at: float) -> None:
         try:
             self._admission.mark_parsed()
             if sender.is_cancelled():
                 raise Cancelled("the client has cancelled the request")
             body = wire.only_object(payload)
         except Exception as error:
-            self._refuse(error, None, sender, received)
+            self._refuse(error, None, sender, received_at)
             return
         if self._processor.images and wire.has_images(body):
             self._admission.mark_waiting()
-            self._images.submit(self._accept_images, body, sender, received)
+            self._images.submit(self._accept_images, body, sender, received_at)
         else:
-            self._accept_body(body, sender, received)
+            self._accept_body(body, sender, received_at)
 
-    def _accept_images(self, body: dict[str, Any], sender: Sender, received: float) -> None:
+    def _accept_images(self, body: dict[str, Any], sender: Sender, received_at: float) -> None:
         """Accept a request with images. Reading them takes long, so that it has threads of its own."""
         self._admission.mark_parsed()
-        self._accept_body(body, sender, received)
+        self._accept_body(body, sender, received_at)
 
-    def _accept_body(self, body: dict[str, Any], sender: Sender, received: float) -> None:
+    def _accept_body(self, body: dict[str, Any], sender: Sender, received_at: float) -> None:
         req_id = None
         try:
             if body.get(wire.PROBE):
@@ -170,7 +170,7 @@ class Service:
                 sender = self._shared.join(*shared, sender)
             owner = wire.owner_of(body)
             if wire.LOAD_LORA in body:
-                self._loading.submit(self._load_lora, body, owner, sender, received)
+                self._loading.submit(self._load_lora, body, owner, sender, received_at)
                 return
             if answer := self._answer_at_once(body, owner):
                 sender.send(wire.write_answer(answer), True)
@@ -182,22 +182,27 @@ class Service:
             self._check_open()
             request = wire.parse_request(body)
             if storing and storing.is_background:
-                self._begin_background(request, owner, storing, sender, received)
+                self._begin_background(request, owner, storing, sender, received_at)
                 return
-            reply = self._admit(request, owner, sender, received, storing)
+            reply = self._admit(request, owner, sender, received_at, storing)
         except Exception as error:
-            self._refuse(error, req_id, sender, received)
+            self._refuse(error, req_id, sender, received_at)
             return
         self._start(reply, owner)
 
     def _begin_background(
-        self, request: GenerationRequest, owner: wire.Owner, storing: wire.StoreOptions, sender: Sender, received: float
+        self,
+        request: GenerationRequest,
+        owner: wire.Owner,
+        storing: wire.StoreOptions,
+        sender: Sender,
+        received_at: float,
     ) -> None:
         """Start a background response unless the same request has started it already, and answer with the
         StoredResponse or stream its answer. A gateway that has lost its connection, or a client that wants to follow
         the answer again, repeats the request."""
         if not self._stored.has(request, owner):
-            reply = self._admit(request, owner, BackgroundSender(), received, storing)
+            reply = self._admit(request, owner, BackgroundSender(), received_at, storing)
             reply.stop_streaming()
             self._start(reply, owner)
         if storing.is_streamed:
@@ -211,7 +216,7 @@ class Service:
             return self._abort(body[wire.ABORT], owner)
         return self._processor.loras.answer(body, owner) or tokenize_or_detokenize(body, self._processor)
 
-    def _load_lora(self, body: dict[str, Any], owner: wire.Owner, sender: Sender, received: float) -> None:
+    def _load_lora(self, body: dict[str, Any], owner: wire.Owner, sender: Sender, received_at: float) -> None:
         try:
             if sender.is_cancelled():
                 raise Cancelled("the client has cancelled the request")
@@ -219,7 +224,7 @@ class Service:
             assert answer
             sender.send(wire.write_answer(answer), True)
         except Exception as error:
-            self._refuse(error, None, sender, received)
+            self._refuse(error, None, sender, received_at)
 
     def _check_open(self) -> None:
         if self._readiness.is_draining:
@@ -232,7 +237,7 @@ class Service:
         request: GenerationRequest,
         owner: wire.Owner,
         sender: Sender,
-        received: float,
+        received_at: float,
         storing: wire.StoreOptions | None,
     ) -> Reply:
         self._admission.check_room()
@@ -245,7 +250,7 @@ class Service:
             return Reply(
                 self._resumption.request_state(request, owner.name, storing),
                 sender,
-                received,
+                received_at,
                 owner_usage,
                 self._callbacks,
             )
@@ -262,12 +267,12 @@ class Service:
         reply.cancel_all()
         return wire.Aborted(name, True)
 
-    def _refuse(self, reason: Exception, req_id: str | None, sender: Sender, received: float) -> None:
+    def _refuse(self, reason: Exception, req_id: str | None, sender: Sender, received_at: float) -> None:
         if not isinstance(reason, RequestError | RecursionError):  # a bug must not leave a client waiting
             log.error("a request could not be accepted", exc_info=reason)
         error = as_request_error(reason)
         log.info("refused: %s", error.kind)  # the text may quote the client
-        self.latency.record_end(RequestRecord(error.kind, time.time() - received))
+        self.latency.record_end(RequestRecord(error.kind, time.time() - received_at))
         try:
             sender.send(wire.write_answer(wire.Failure(error, req_id)), True)
         except Exception:

@@ -38,11 +38,11 @@ def _spans(reply: Reply, model_name: str, parent: Context, own: Context) -> Iter
         "error.type": reply.error_kind or None,
     }
     yield Span(
-        f"{operation} {model_name}", own, parent.span_id, reply.received, now, attributes, error=reply.error_kind
+        f"{operation} {model_name}", own, parent.span_id, reply.received_at, now, attributes, error=reply.error_kind
     )
     began = min([each.began_at for each in outputs if each.began_at], default=0.0)
-    first = min([choice.first_token for choice in reply.choices if choice.first_token], default=0.0)
-    yield Span("queue", own.child(), own.span_id, reply.received, began or first or now)
+    first = min([choice.first_token_at for choice in reply.choices if choice.first_token_at], default=0.0)
+    yield Span("queue", own.child(), own.span_id, reply.received_at, began or first or now)
     if began:
         yield Span("prefill", own.child(), own.span_id, began, first or now)
     if first:
