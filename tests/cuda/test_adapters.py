@@ -65,7 +65,7 @@ def of_definition(graph_dir, prompts):
     return answers(EngineLoop(oracle, 32, SETTINGS), [(prompt, ()) for prompt in prompts])
 
 
-def test_the_tokens_are_those_of_merged_checkpoints_whoever_is_beside_them(adapted, device):
+def test_the_tokens_are_those_of_merged_checkpoints_whatever_requests_are_beside_them(adapted, device):
     """Requests with one adapter, with the other and with none are in the same steps; then others are in the same
     slots.
     """

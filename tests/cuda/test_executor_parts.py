@@ -188,7 +188,7 @@ def step_inputs(rows):
     return {name: array.astype(np.int32) for name, array in arrays.items()}
 
 
-def test_a_step_that_wants_its_rows_in_another_order_is_none_of_decodes(device):
+def test_a_step_with_its_logit_rows_in_another_order_has_no_shape_of_decodes(device):
     """There every row is wanted, and none is gathered."""
     graphs = StepGraphs(dataclasses.replace(SETTINGS, use_cudagraph=False), 4, device)
     graphs._decodes, graphs._verifying, graphs._prompts = [Shape(4, 4, 4)], [Shape(8, 5, 8, 4)], [Shape(64, 6, 6)]

@@ -92,7 +92,7 @@ def test_it_is_that_of_the_definition(device, expanded, batch, long):
 
 
 @pytest.mark.parametrize("most", [1, 3 * 128 * (10 + 16) * 4, 6 * 128 * (10 + 16) * 4])
-def test_a_part_of_the_heads_at_a_time_comes_to_the_same(device, expanded, monkeypatch, most):
+def test_computing_some_heads_at_a_time_gives_the_same_result(device, expanded, monkeypatch, most):
     """1, 3 and 6 heads of 6 fit."""
     batch = LatentBatch([60, 0], [30, 38], num_heads=6, **SMALL)
     weights = weights_of(batch, 16)
@@ -117,7 +117,7 @@ def test_without_long_prompts_it_is_in_absorbed_form(device, expanded):
     ],
     ids=["by the copy engine", "by threads"],
 )
-def test_float16_is_as_good_as_it_is(device, expanded, batch):
+def test_float16_loses_no_more_than_its_precision(device, expanded, batch):
     """Tiles of 16 bits are loaded by the copy engine if their sizes are powers of two."""
     weights = weights_of(batch, 16)
     batch.attributes["scale"] = 0.05
@@ -139,7 +139,7 @@ def test_float16_is_as_good_as_it_is(device, expanded, batch):
     ],
     ids=["alone", "mixed", "glm4_moe_lite", "mistral4"],
 )
-def test_16_bits_are_as_good_as_they_are(device, expanded, dtype, is_int8, sizes):  # noqa: PLR0913
+def test_16_bits_lose_no_more_than_their_precision(device, expanded, dtype, is_int8, sizes):  # noqa: PLR0913
     """Against the definition in float32 on the same rounded inputs, in the sizes of released models. In 16 bits, keys
     and values are rounded here, queries and sums in the absorbed form."""
     if device.type != "cuda":

@@ -111,7 +111,7 @@ def test_a_device_that_does_not_know_8_bit_floats_has_bf16_in_their_place(device
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_blocked", [False, True], ids=["rows", "blocks"])
-def test_products_of_16_bits_are_as_good_as_these_are(device, is_blocked, dtype):
+def test_products_of_16_bits_lose_no_more_than_their_precision(device, is_blocked, dtype):
     """The sizes are those of models, so that every kernel runs as it does there."""
     rng = np.random.default_rng(0)
     for columns, width in ((4096, 896), (10240, 1024), (24576, 256)):

@@ -83,7 +83,7 @@ def test_products_of_heads(device, module, num_rows, sizes):
     ],
     ids=["decode", "mixed", "of 20 heads", "of 128 heads", "prefill of 128 heads"],
 )
-def test_16_bits_are_as_good_as_they_are(device, module, dtype, has_int8_cache, sizes):  # noqa: PLR0913
+def test_16_bits_lose_no_more_than_their_precision(device, module, dtype, has_int8_cache, sizes):  # noqa: PLR0913
     """Against the definition in float32 on the same rounded inputs, in the sizes of released models."""
     if device.type != "cuda":
         pytest.skip("the interpreter does not know bf16")

@@ -85,7 +85,7 @@ def result(op, x, arrays, bias):
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not know bf16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", [*OPS, "linear_int4 without Gluon"])
-def test_products_of_16_bits_are_as_good_as_these_are(device, monkeypatch, op, dtype):
+def test_products_of_16_bits_lose_no_more_than_their_precision(device, monkeypatch, op, dtype):
     """The sizes are those of models, so that every kernel runs as it does there."""
     if "without Gluon" in op:
         monkeypatch.setattr(lowbit, "int4_gemm", None)

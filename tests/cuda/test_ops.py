@@ -306,7 +306,7 @@ def test_attention_of_a_few_tokens_of_each_request(device, batch):
 
 
 @pytest.mark.parametrize("batch", [each for each in BATCHES if each.id in ("decode", "mixed", "split", "wide heads")])
-def test_bf16_attention_is_as_good_as_bf16_is(device, batch):
+def test_bf16_attention_loses_no_more_than_its_precision(device, batch):
     """Against the definition on the same rounded inputs."""
     if device.type != "cuda":
         pytest.skip("the interpreter does not know bf16")

@@ -70,7 +70,7 @@ def test_nothing_left_is_minus_one(device):
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_what_is_no_number_is_never_picked(device, temperature):
+def test_tokens_whose_logits_are_not_numbers_are_never_picked(device, temperature):
     logits = some_logits(4)
     logits[:, ::2] = np.nan
     assert (run(device, logits, some_rows(4, temperature=temperature)).token_ids % 2 == 1).all()

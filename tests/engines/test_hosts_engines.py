@@ -140,7 +140,7 @@ def both_running(engines):
     [pytest.param(2, 0, id="one rank each, master first"), pytest.param(4, 1, id="two ranks each, follower first")],
     indirect=["engines"],
 )
-def test_two_hosts_choose_the_tokens_of_one_whoever_is_there_first(engines, first, expected):
+def test_two_hosts_choose_the_tokens_of_one_whichever_starts_first(engines, first, expected):
     with a_client(engines.address()) as client, a_client(engines.address(1)) as follower:
         listeners = ask_all(client)  # they wait
         engines.start(first)

@@ -186,7 +186,7 @@ def test_a_rank_that_dies_takes_its_group_with_it(exported, number):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_running", [True, False])
-def test_in_somebody_elses_process_a_rank_that_dies_is_an_exception(exported, is_running):
+def test_a_rank_that_dies_raises_an_exception_in_the_process_of_another_program(exported, is_running):
     """A rank dies in the middle of a step or idle. The other ranks end, and a new group can be started."""
     graph_dir, requests = exported("qwen2", block_size=BLOCK_SIZE, num_ranks=4), random_requests(seed=2)[:8]
     config = Config(max_dec_len=64, batch_size=NUM_REQUESTS, mp_num=4, cpu_threads=1)

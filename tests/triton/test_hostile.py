@@ -72,7 +72,7 @@ def unharmed(server):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_request_that_is_none_is_refused(server, name):
+def test_a_malformed_request_is_refused(server, name):
     change, text = REFUSED[name]
     with a_stub(server) as stub:
         answer = said(lambda: stub.ModelStreamInfer(iter([changed(change)]), timeout=60))

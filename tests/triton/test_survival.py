@@ -205,7 +205,7 @@ def num_generated(server):
         return float(re.search(r"^llm_generated_tokens_total (\S+)$", response.read().decode(), re.M)[1])
 
 
-def test_who_has_lost_a_gateway_worker_asks_again_and_goes_on_and_nothing_is_computed_twice(running):
+def test_a_stream_that_has_lost_its_gateway_worker_is_resumed_and_nothing_is_computed_twice(running):
     count, numbers = 2500, itertools.count()
     first = Stream(running, count)
     expected = first.answer()

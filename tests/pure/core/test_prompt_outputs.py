@@ -201,7 +201,7 @@ def test_a_request_for_no_token_ends_with_its_prompt():
     loop.scheduler.check()
 
 
-def test_numbers_that_are_none_end_their_request_alone():
+def test_prompt_outputs_that_are_not_numbers_fail_only_their_request():
     loop = a_loop()
     broken = iter([Logprobs(float("nan"))])
     read = loop.executor._read

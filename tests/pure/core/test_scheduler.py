@@ -366,7 +366,7 @@ def test_what_a_step_waits_for_from_the_host_counts_against_its_budget():
     assert num_swap_ins == [4 * 4] * 3
 
 
-def test_a_request_that_comes_back_is_no_merit_of_the_cache():
+def test_a_preempted_request_does_not_count_as_cached():
     scheduler = a_scheduler(num_blocks=4, block_size=2, block_ratio=0.99)
     for first in (10, 20):
         scheduler.add(a_request([first, first + 1], 5))

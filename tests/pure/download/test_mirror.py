@@ -179,7 +179,7 @@ def test_a_missing_file_list_fails_with_its_url(server, mirror, tmp_path):
         (b"\xff\xfe", "is not text"),
     ],
 )
-def test_a_file_list_that_is_none_is_refused(text, message, server, mirror, tmp_path):
+def test_a_malformed_file_list_is_refused(text, message, server, mirror, tmp_path):
     body = text if isinstance(text, bytes) else text.encode()
     server.contents[f"/{FOLDER}/model/file_list.txt"] = body
     with pytest.raises(DownloadError, match=message):

@@ -217,7 +217,7 @@ def test_no_message_however_odd_ends_the_engine_or_harms_another_request(exporte
         thread.join()
 
 
-def test_ids_that_the_model_does_not_have_and_lengths_beyond_it_are_no_submission():
+def test_a_submission_with_unknown_ids_or_excessive_lengths_is_refused():
     bounds = messages.ModelBounds(vocab_size=10, max_len=8)
 
     def submission(prompt, sampling, token_ids=(), cached_at=""):

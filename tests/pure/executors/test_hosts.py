@@ -124,7 +124,7 @@ def test_a_connection_that_makes_no_sense_is_closed_and_does_no_harm(payload):
     speak([two.follower(1).result(PATIENCE_S)[1], master.result(PATIENCE_S)[1]])
 
 
-def test_an_address_that_is_none_of_the_hosts_is_not_listened_to():
+def test_connections_from_other_addresses_are_closed():
     two = Hosts(2)
     master = two.master()
     with two.stranger(ip="127.0.0.3") as sock:

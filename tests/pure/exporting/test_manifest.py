@@ -100,7 +100,7 @@ def test_what_is_wrong_in_a_manifest_is_named_with_its_path(change, message, tmp
         ("{}", r"model is not an exported model: it has no manifest\.json"),
     ],
 )
-def test_a_folder_that_is_no_model_is_called_none(config, message, tmp_path):
+def test_a_folder_without_an_exported_model_is_refused_with_the_reason(config, message, tmp_path):
     (tmp_path / "model").mkdir()
     if config is not None:
         (tmp_path / "model/config.json").write_text(config)

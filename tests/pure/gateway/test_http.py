@@ -56,7 +56,7 @@ def test_an_unreadable_body_is_a_clear_400(gateway, path, body, message):
     assert message in answer.get("error", {}).get("message", answer.get("error_msg", ""))
 
 
-def test_what_is_nested_almost_too_deeply_is_no_trouble(gateway):
+def test_a_body_that_is_nested_almost_too_deeply_is_read(gateway):
     body = {"messages": [{"content": json.loads(b"[" * 900 + b"]" * 900)}]}
     status, answer = gateway.refused(CHAT, body)
     assert (status, answer["error"]["param"]) == (400, "messages")
@@ -253,7 +253,7 @@ def test_whose_pages_may_ask_is_a_setting(origin):
             assert any(name.startswith("Access-Control-") for name in headers) == bool(origin)
 
 
-def test_the_root_says_what_there_is(gateway):
+def test_the_root_lists_the_endpoints(gateway):
     status, _, payload = gateway.send("GET", "/")
     assert status == 200
     assert {*POSTS, "/v1/models", "/health"} <= set(json.loads(payload)["endpoints"])

@@ -21,7 +21,7 @@ def refusal(request):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_request_that_is_none_is_refused_with_a_short_sentence(name):
+def test_a_malformed_request_is_refused_with_a_short_sentence(name):
     change, text = REFUSED[name]
     said = refusal(changed(change))
     assert text in said
@@ -73,7 +73,7 @@ def test_unknown_fields_are_not_forwarded():
 @pytest.mark.slow
 @examples(200)
 @given(message=odd_messages() | st.binary())
-def test_what_is_odd_is_refused_or_comes_to_tritonserver_as_nothing_but_its_text(message):
+def test_an_unusual_message_is_refused_or_reaches_tritonserver_with_its_text_only(message):
     try:
         request = parse(message)
         payload = checked_payload(request)

@@ -48,7 +48,7 @@ def test_an_answer_is_passed_on_as_it_is_and_the_request_is_written_anew(tmp_pat
     run(scenario())
 
 
-def test_a_stream_may_have_several_requests_and_one_that_is_none_spoils_no_other(tmp_path):
+def test_a_malformed_request_of_a_stream_does_not_affect_the_others(tmp_path):
     async def scenario():
         async with serving(tmp_path, FakeTriton("a", "b")) as (_, port), a_client(port) as stub:
             wrong = a_request("wrong")
@@ -409,7 +409,7 @@ def test_a_client_without_the_proto_files_learns_the_services_of_the_port_withou
 
 
 @pytest.mark.parametrize("message", [b"\xff", b"\x22\x90\x4e" + b"x" * 10_000])
-def test_a_reflection_request_that_is_none_is_refused_in_either_version(tmp_path, message):
+def test_a_malformed_reflection_request_is_refused_in_both_versions(tmp_path, message):
     async def scenario():
         async with (
             serving(tmp_path, FakeTriton()) as (_, port),

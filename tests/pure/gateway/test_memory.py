@@ -74,7 +74,7 @@ def small_intake(monkeypatch):
 
 
 @pytest.mark.parametrize("framing", [f"Content-Length: {3 * LARGE_BYTES}", "Transfer-Encoding: chunked"])
-def test_a_body_that_there_is_no_room_for_is_a_429_before_it_is_read(small_intake, framing):
+def test_a_body_without_room_is_refused_with_429_before_it_is_read(small_intake, framing):
     backend = FakeBackend(WAIT)
     with running(backend) as gateway, contextlib.closing(gateway.connect()) as connection:
         connection.request("POST", CHAT, json.dumps(LARGE))
@@ -147,7 +147,7 @@ def test_heads_that_never_end_are_cut_when_they_are_too_much_and_others_are_serv
 
 
 @pytest.mark.slow
-def test_what_a_connection_has_asked_before_is_no_part_of_its_next_head(monkeypatch):
+def test_earlier_requests_of_a_connection_do_not_count_towards_its_next_head(monkeypatch):
     monkeypatch.setattr(app.BodyMemoryBudget, "for_worker", lambda config: BodyMemoryBudget(1 << 20))
     with running(FakeBackend("a")) as gateway, contextlib.ExitStack() as stack:
         asked = [stack.enter_context(contextlib.closing(gateway.connect())) for _ in range(2)]

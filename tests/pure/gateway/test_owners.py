@@ -78,7 +78,7 @@ def test_over_grpc_a_request_cannot_claim_another_owner(given):
 
 
 @pytest.mark.parametrize("given", [b"", b"[]", b"{", b"hi", b"\xff"])
-def test_a_text_that_is_no_request_stays_none(given):
+def test_a_payload_that_is_not_a_request_is_refused_with_an_owner_too(given):
     with pytest.raises(InvalidRequest):
         wire.only_object(wire.payload_with_owner(given, Owner("alice")))
 

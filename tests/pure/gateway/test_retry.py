@@ -243,7 +243,7 @@ def test_an_answer_in_one_piece_comes_again_whole():
         ({"Last-Event-ID": "1", "X-Request-Id": "q" * 300}, {}, "`X-Request-Id` has 300 characters, the limit"),
     ],
 )
-def test_an_id_that_is_none_is_refused_by_name(headers, fields, text):
+def test_a_malformed_id_is_refused_by_name(headers, fields, text):
     with running(FakeBackend("a")) as gateway:
         status, _, payload = gateway.send("POST", CHAT, {**A_CHAT, **fields}, headers)
     assert status == 400

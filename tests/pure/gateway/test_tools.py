@@ -414,7 +414,7 @@ def test_a_file_may_say_how_calls_are_written(tmp_path):
         Config.from_env({"TOOL_CALL_PARSER": "hermess"})
 
 
-def test_without_files_or_with_others_there_is_no_dialect(tmp_path):
+def test_a_model_without_known_files_has_no_output_syntax(tmp_path):
     assert output_syntax_of(Config(model_dir=str(tmp_path))) == NO_SYNTAX
     (tmp_path / "tokenizer_config.json").write_text("{")
     assert output_syntax_of(Config(model_dir=str(tmp_path), max_seq_len=9)) == NO_SYNTAX

@@ -30,7 +30,7 @@ def test_a_signal_that_a_grammar_can_cause_is_a_refusal(number, is_compiled, tex
 
 
 @pytest.mark.parametrize("status", [int(signal.SIGKILL), int(signal.SIGTERM), 1 << 8])
-def test_an_end_for_another_reason_is_none(status):
+def test_a_worker_that_ended_for_another_reason_refuses_nothing(status):
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 1
     assert refusal_of_exit(status, False, CONFIG) is None
 

@@ -91,7 +91,7 @@ class Ends(list):
         self._order.append(self._name)
 
 
-def test_only_what_was_computed_in_vain_counts_as_such():
+def test_only_tokens_of_incomplete_answers_count_as_wasted():
     with connected(SlowExecutor(30_000, 4, 0.005), max_dec_len=100_000) as (_, client):
         for first, is_complete in ((5, True), (6, False)):
             listener = submit(client, [first], 100_000)  # would take longer than any wait of this test

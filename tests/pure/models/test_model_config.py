@@ -136,7 +136,7 @@ def test_a_sliding_window_counts_only_where_the_family_uses_it(family, overrides
     assert a_config(family, **overrides).windows == windows
 
 
-def test_windows_that_reach_as_far_as_the_exported_length_are_none():
+def test_windows_as_long_as_the_exported_length_are_full_attention():
     model = a_config("mistral", sliding_window=99)
     assert model.for_length(100).windows == (99, 99)
     assert model.for_length(99).windows == (0, 0)

@@ -151,7 +151,7 @@ def test_an_unknown_quantization_is_refused_with_the_list_of_the_known(a_checkpo
         export(a_checkpoint, tmp_path / "out", ExportOptions(quant_type="int3"))
 
 
-def test_the_setting_knows_what_the_export_does():
+def test_quant_type_has_the_types_of_the_export_and_those_with_an_8_bit_cache():
     [choices] = [f.metadata["setting"].choices for f in Config.__dataclass_fields__.values() if f.name == "quant_type"]
     assert choices[: len(QUANT_TYPES)] == QUANT_TYPES
     assert all(without_cache(name)[0] in QUANT_TYPES and "c8" in name for name in choices[len(QUANT_TYPES) :])

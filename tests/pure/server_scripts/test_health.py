@@ -146,7 +146,7 @@ def test_failures_are_counted_until_an_answer_and_ports_are_checked_until_they_h
     assert (probe.num_checks, seen[-1].error, seen[-1].check_error) == (2, "off", "")
 
 
-def test_an_unreadable_answer_is_none(monkeypatch):
+def test_an_unreadable_answer_is_a_probe_error(monkeypatch):
     """A shutdown that waits for open requests must not fail, which would leave processes running."""
     response = service_pb2.ModelStreamInferResponse()
     response.infer_response.raw_output_contents.append(encode_string(b"\xc1 is no message"))

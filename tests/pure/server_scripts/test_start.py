@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_exported_says_why(server, tmp_path):
     assert "model.safetensors is missing" in done.stdout
 
 
-def test_a_name_that_is_no_name_says_so(server):
+def test_a_malformed_model_name_is_refused_with_the_right_form(server):
     done = server.command("start_server", "not-a-name")
     assert done.returncode == 1
     assert "model_name is 'not-a-name', it must be org/model" in done.stdout

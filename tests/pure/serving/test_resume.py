@@ -105,7 +105,7 @@ def num_generated(service):
 
 
 @pytest.mark.parametrize("has", [None, 0, 7])
-def test_whoever_asks_again_goes_on_after_the_tokens_it_has_and_nothing_is_computed_twice(service, executor, has):
+def test_a_resumed_answer_continues_after_the_tokens_of_the_client_and_computes_nothing_twice(service, executor, has):
     first = leave_after(service, executor, 10)
     seen = token_ids_of(first)
     has = len(seen) if has is None else has

@@ -367,7 +367,7 @@ def test_without_its_shared_stream_a_request_goes_on_and_the_next_opens_another(
     with_two(scenario)
 
 
-def test_a_stream_that_is_refused_is_none():
+def test_requests_are_answered_without_a_shared_stream_that_is_refused():
     async def scenario(triton, first, second, ask):
         triton.shared.put_nowait(wire.write_answer(wire.Failure(RequestError("oh"))))
         triton.shared.put_nowait(None)

@@ -33,7 +33,7 @@ def test_the_master_has_the_first_ranks_and_the_others_follow_in_the_order_of_th
     assert (four.host, [*four.ranks]) == (3, [3])
 
 
-def test_who_does_not_serve_says_what_it_does_and_who_does():
+def test_a_host_that_does_not_serve_names_its_ranks_and_the_master():
     assert machines(HOST_IP="10.0.0.1").why_not_served == ""
     holds = "of the model; requests are served by 10.0.0.1"
     assert machines().why_not_served == f"this host holds ranks 2 and 3 {holds}"

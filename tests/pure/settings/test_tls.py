@@ -83,7 +83,7 @@ def test_a_probe_trusts_the_certificate_whatever_its_name_is(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_port_that_shows_no_certificate_is_none_of_ours():
+def test_a_port_without_a_certificate_fails_the_probe():
     with contextlib.closing(listen("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
         with pytest.raises(ProbeError, match="gRPC"), Probe(RIGHT)._channel("", "gRPC", port):

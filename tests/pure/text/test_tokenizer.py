@@ -313,7 +313,7 @@ def test_special_tokens_may_be_written_as_objects_in_either_file(tmp_path):
     assert tokenizer.encode("<pad>") == [tokenizer.vocab_size - 1]
 
 
-def test_a_special_token_that_is_null_is_none(tmp_path):
+def test_a_special_token_that_is_null_is_ignored(tmp_path):
     plain = Tokenizer.load(a_model_dir(tmp_path))
     nulls = dict.fromkeys(("pad_token", "unk_token", "additional_special_tokens", "added_tokens_decoder"))
     directory = a_model_dir(tmp_path, special_tokens_map=nulls, tokenizer_config=nulls)

@@ -392,7 +392,7 @@ def test_images_of_messages_are_apart_from_them():
 
 
 @pytest.mark.parametrize("path", ["{field}", "[0].x{limit}", 5, "x" * 300, "", "[0].a\n"])
-def test_a_path_that_is_none_is_not_shown(path):
+def test_an_invalid_path_of_an_image_is_replaced(path):
     part = {"type": "image_url", "image_url": "data:,", "path": path}
     [image] = wire.parse_request({"req_id": "a", "messages": [{"content": [part]}]}).images
     assert image.path == "[0].content[0].image_url"

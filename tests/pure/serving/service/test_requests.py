@@ -328,7 +328,7 @@ def test_two_requests_of_one_place_are_answered_both(service, engine):
 
 
 @pytest.mark.parametrize("place", [7, ["s"], ["s", "7"], [[], 7], {"s": 7}])
-def test_a_place_that_is_none_is_nowhere(service, engine, place):
+def test_a_request_with_a_malformed_share_is_answered_on_its_own_stream(service, engine, place):
     sender = service.ask([1], **{wire.SHARED: place})
     engine.give([1], b"a", "length")
     assert sender.final["tokens_all"] == "a"
