@@ -75,7 +75,7 @@ def test_drawn_codes_of_4_bits_stand_for_numbers_around_zero(exported, device, m
     assert abs(array(codes & 15).mean() - 8) < 0.2 and abs(array(codes >> 4).mean() - 8) < 0.2
 
 
-def test_what_is_sent_arrives_with_its_shape_and_type(device):
+def test_uploaded_arrays_arrive_with_their_shape_and_type(device):
     uploads = Uploads(device)
     sent = []
     for turn in range(3 * IN_FLIGHT):

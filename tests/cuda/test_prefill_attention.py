@@ -92,7 +92,7 @@ def test_their_attention_is_that_of_the_definition(device, ways, batch):
     ],
     ids=["int8", "odd heads", "large heads"],
 )
-def test_what_it_cannot_do_goes_the_usual_way(device, ways, batch):
+def test_prompts_that_it_cannot_compute_use_the_ordinary_kernel(device, ways, batch):
     where = [tensor(each, device) for each in (batch.query_starts, batch.context_lens, batch.block_tables)]
     known = KnownStarts(where[0], [PromptChunk(0, 0, 40)])
     sizes = {"num_heads": 4, "num_kv_heads": 2, "scale": 0.25}

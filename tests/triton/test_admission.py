@@ -106,7 +106,7 @@ def test_an_api_key_that_has_used_its_tokens_gets_the_time_of_the_next_ones(serv
     assert metric(server, BOBS_TOKENS) - num_before == 90
 
 
-def test_who_is_urgent_does_not_wait_for_those_who_are_not(server):
+def test_urgent_requests_do_not_wait_for_others(server):
     """The batch has one place."""
     ends = []
 

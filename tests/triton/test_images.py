@@ -174,7 +174,7 @@ def test_an_image_of_many_megabytes_comes_through(server):
     assert native(server, a_chat(file))["tokens_all_num"] == 12
 
 
-def test_what_is_wrong_with_an_image_is_a_400_that_names_it(server, client):
+def test_a_wrong_image_is_refused_with_400_and_the_reason(server, client):
     for file, problem in ((FILES[0][:200], "is no valid PNG file"), (b"hello", "is no image in a supported format")):
         with pytest.raises(openai.BadRequestError, match=r"`messages\[0\].content\[1\].image_url` " + problem):
             client.chat.completions.create(model="default", messages=a_chat(FILES[0], file))

@@ -168,7 +168,7 @@ EVIL = (
 )
 
 
-def test_what_the_model_writes_is_shown_as_markdown(browser):
+def test_answers_are_shown_as_markdown(browser):
     with running(FakeBackend(*MARKDOWN, state=a_state())) as gateway:
         browser.open(gateway.url + "/")
         say(browser, "<b>hi</b>")

@@ -165,7 +165,7 @@ def test_a_checkpoint_that_cannot_be_exported_changes_nothing_at_all(server, tmp
 
 @pytest.mark.thorough
 @on(one_rank)
-def test_what_was_begun_by_the_old_model_is_not_gone_on_with_by_the_new(server, tmp_path):
+def test_answers_of_the_old_model_are_not_continued_by_the_new_one(server, tmp_path):
     whole = stream_lines(server, a_body("Hello", "begun"))[-1]["tokens_all_ids"]
     assert reloaded(server, make_checkpoint(tmp_path / "third", "mistral")).returncode == 0
     with pytest.raises(urllib.error.HTTPError) as refused:

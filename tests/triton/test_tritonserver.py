@@ -118,7 +118,7 @@ def test_text_of_any_length_goes_through_the_python_backend(echo):
     assert words(server, f"{long} end") == [long, "end"]
 
 
-def test_what_passes_through_shared_memory_is_for_this_user_alone(echo):
+def test_shared_memory_is_for_this_user_alone(echo):
     server, _ = echo
     assert words(server, "a secret") == ["a", "secret"]
     assert shared_memory(server)

@@ -85,7 +85,7 @@ def test_a_disturbance_is_blamed_for_what_was_open_and_for_what_was_refused_afte
     }
 
 
-def test_who_is_struck_twice_is_counted_with_both():
+def test_a_request_struck_twice_is_counted_with_both_disturbances():
     ledger = Ledger()
     attempt = ledger.begin(RIGHT, 0.0)
     ledger.strike("kill engine", 1.0)
@@ -146,7 +146,7 @@ def test_an_attempt_goes_on_after_the_one_before():
     assert ledger.end(again, 3.0, "cut") == "right"
 
 
-def test_what_is_lost_or_wrong_is_broken_whatever_was_killed():
+def test_a_lost_or_wrong_answer_is_broken_whatever_was_killed():
     ledger = Ledger()
     ledger.strike("kill supervisor", 0.0)
     ledger.settle("right", tries=3)

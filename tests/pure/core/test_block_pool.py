@@ -195,7 +195,7 @@ def test_the_host_forgets_what_was_used_least_recently_but_nothing_that_is_being
     pool.check()
 
 
-def test_what_was_swapped_in_stays_on_the_host_longest_and_the_beginning_of_a_prefix_longer_than_its_end():
+def test_swapped_in_blocks_stay_on_the_host_longest_and_the_beginning_of_a_prefix_longer_than_its_end():
     host, known = HostBlocks(3), [b"first", b"second", b"other"]
     for block, key in enumerate(known):
         host.swap_out(key, block)

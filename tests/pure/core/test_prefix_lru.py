@@ -14,7 +14,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning_and_the_older_prefi
     assert in_order_of_eviction(cache) == ["a1", "a0", "b1", "b0"]
 
 
-def test_what_was_used_again_is_evicted_last():
+def test_entries_that_were_used_again_are_evicted_last():
     cache = PrefixLRU()
     cache.put([("a0", 0), ("a1", 1), ("b0", 2)])
     cache.use(["a0", "a1"])

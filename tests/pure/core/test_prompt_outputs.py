@@ -118,7 +118,7 @@ def test_one_that_was_preempted_in_its_prompt_tells_each_score_once():
     assert outputs["scored"].prompt_logprobs == scores_of(prompt)
 
 
-def test_what_is_read_in_one_step_is_bounded_and_answers_go_on_beside_it():
+def test_the_prompt_logits_of_a_step_are_bounded_and_answers_go_on_beside_them():
     loop = a_loop(max_num_batched_tokens=100, batch_size=4)
     executor = loop.executor
     seen = []

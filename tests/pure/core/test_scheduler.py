@@ -347,7 +347,7 @@ def test_a_preempted_request_finds_its_blocks_on_the_host():
     assert found == {0: 0, 8: 12}
 
 
-def test_what_a_step_waits_for_from_the_host_counts_against_its_budget():
+def test_swapping_in_counts_against_the_budget_of_a_step():
     pool = BlockPool(48, 4, num_host_blocks=100)
     scheduler = Scheduler(pool, Limits(max_batch=12, max_batched_tokens=12, block_ratio=0.99))
     executor, num_swap_ins = an_executor(scheduler), []

@@ -26,7 +26,7 @@ def begin(waiting, count=None):
     return names
 
 
-def test_who_comes_first_begins_first_whatever_they_ask_for():
+def test_requests_of_one_owner_begin_in_the_order_of_their_arrival_whatever_they_cost():
     waiting, rng = WaitingQueue(), random.Random(0)
     names = [str(index) for index in range(50)]
     add(
@@ -74,7 +74,7 @@ def test_equal_shares_are_of_tokens():
     assert sum(name.startswith("short") for name in begin(waiting, 40)) in (29, 30, 31)
 
 
-def test_who_has_not_asked_for_long_has_saved_up_nothing():
+def test_an_owner_without_requests_for_long_has_saved_up_nothing():
     waiting = WaitingQueue()
     add(waiting, *[a_request(f"a{index}", "a") for index in range(40)])
     begin(waiting, 20)
@@ -82,7 +82,7 @@ def test_who_has_not_asked_for_long_has_saved_up_nothing():
     assert "a20" in begin(waiting, 3)
 
 
-def test_what_is_cancelled_is_not_counted():
+def test_cancelled_requests_are_not_charged():
     waiting = WaitingQueue()
     add(waiting, *[a_request(f"b{index}", "b") for index in range(3)])
     add(waiting, *[a_request(f"a{index}", "a") for index in range(50)])
@@ -92,7 +92,7 @@ def test_what_is_cancelled_is_not_counted():
     assert "again" in begin(waiting, 2)
 
 
-def test_who_had_begun_comes_back_before_all_others():
+def test_preempted_requests_come_before_all_others():
     waiting = WaitingQueue()
     add(waiting, a_request("urgent", priority=-9), a_request("usual"))
     waiting.put_back(a_request("older", priority=5))

@@ -193,7 +193,7 @@ def test_a_file_list_of_windows_is_read(server, mirror, tmp_path):
     assert files_in(download(NAME, tmp_path, mirror).model_dir) == STATIC
 
 
-def test_what_a_server_says_becomes_one_plain_line(server, mirror, tmp_path):
+def test_the_message_of_a_server_becomes_one_plain_line(server, mirror, tmp_path):
     server.moved[weights_url()] = (302, weights_url())
     with pytest.raises(DownloadError, match="^rank_0/model.pdiparams: HTTP 302 .*infinite loop.*Found$"):
         download(NAME, tmp_path, mirror)

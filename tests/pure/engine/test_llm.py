@@ -176,7 +176,7 @@ def test_numbers_of_numpy_are_numbers(llm):
         assert llm.generate([prompt], {"max_dec_len": np.int64(2), "temperature": np.float32(0)}) == [expected]
 
 
-def test_what_no_prompt_can_be_is_named(llm):
+def test_a_prompt_of_a_wrong_type_is_refused_with_the_type(llm):
     for prompts, place, kind in (([1, 2], 0, "int"), (["a", None], 1, "NoneType")):
         with pytest.raises(
             TypeError, match=f"^prompt {place} is of type {kind}, it must be a text, token ids or a dict"

@@ -259,7 +259,7 @@ def test_a_message_larger_than_any_of_ours_is_not_taken():
 
 @pytest.mark.slow
 @pytest.mark.no_cover  # other tests reach the same lines with fewer bytes
-def test_what_a_client_may_send_is_less_than_the_engine_takes():
+def test_the_engine_takes_longer_messages_than_a_client_may_send():
     """The request has the longest prompt, most of which are images, nearly complete answers, and as many sampling
     options as possible."""
     config = Config(max_seq_len=3000, max_dec_len=500)
@@ -300,7 +300,7 @@ def test_the_engine_answers_while_a_long_step_runs_and_says_for_how_long_it_has(
         wait_until(lambda: client.stats["step_age_s"] == 0)
 
 
-def test_what_was_meant_for_another_engine_process_is_ignored():
+def test_messages_for_another_engine_process_are_ignored():
     with a_server() as server, a_raw_client(server.address) as (ask, hear, epoch):
         ask(*a_submission("an epoch of the past", "a"))
         ask(messages.PING)

@@ -154,7 +154,7 @@ def test_a_collector_that_is_slow_or_away_delays_no_request(is_silent, monkeypat
 
 
 @pytest.mark.parametrize("wrong", ["", "00-" + "0" * 32 + "-b7ad6b7169203331-01", "ff" + CLIENT[2:], CLIENT.upper()])
-def test_what_is_no_traceparent_begins_a_trace(wrong):
+def test_a_malformed_traceparent_begins_a_trace(wrong):
     own = Context.read(wrong)
     assert own.is_sampled and own.span_id == "" and len(own.trace_id) == 32 and own.trace_id not in wrong
 

@@ -127,7 +127,7 @@ def test_on_a_gpu_all_that_its_share_of_memory_leaves_is_taken(settings, expecte
         ({"free_bytes": 0}, "GPU_MEMORY_UTILIZATION is 0.8, it must be larger: of the 0.0 GiB"),
     ],
 )
-def test_what_does_not_fit_on_a_gpu_names_its_setting(settings, message):
+def test_the_error_of_a_cache_that_does_not_fit_on_a_gpu_names_its_setting(settings, message):
     with pytest.raises(ConfigError, match=message):
         blocks(**{"block_bytes": 8 * 2**20, "free_bytes": 39.9 * 8 * 2**20, **ON_GPU, **settings})
 

@@ -115,7 +115,7 @@ def test_penalties_see_the_answer_and_repetition_also_the_prompt(penalties, seen
 
 
 @pytest.mark.parametrize(("penalties", "seen"), [({}, {}), ({"repetition_penalty": 1.5}, {1: 0, 2: 25, 3: 1})])
-def test_what_the_penalties_see_is_the_same_however_the_answer_came(penalties, seen):
+def test_penalties_see_the_same_tokens_however_the_answer_came(penalties, seen):
     tokens = [2, 3, *[2] * 24]
     grown, resumed = slots_with(an_arrival(0, [1, 2], **penalties)), an_arrival(0, [1, 2], tokens, **penalties)
     for token_id in tokens:

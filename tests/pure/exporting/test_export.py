@@ -242,7 +242,7 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
         (replace_in_weights(b'"F32"', b'"F16"'), "is cut off or no safetensors file: .*offset for tensor"),
     ],
 )
-def test_what_is_wrong_with_a_checkpoint_is_said_and_nothing_is_left(damage, message, a_checkpoint, tmp_path):
+def test_a_wrong_checkpoint_is_refused_with_the_reason_and_nothing_is_left(damage, message, a_checkpoint, tmp_path):
     damage(a_checkpoint)
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(ModelError, match=message):

@@ -135,7 +135,7 @@ def test_nothing_takes_its_name_before_it_is_on_the_disk(a_checkpoint, tmp_path,
     assert synced[-1].startswith(f".{made.name}.")
 
 
-def test_what_a_killed_export_left_is_cleared_away(a_checkpoint, tmp_path, no_paddle):
+def test_the_leftovers_of_a_killed_export_are_removed(a_checkpoint, tmp_path, no_paddle):
     made = export_cached(a_checkpoint, tmp_path / "cache", ExportOptions())
     left_over = tmp_path / "cache" / f".{made.name}.abc.partial"
     made.rename(left_over)

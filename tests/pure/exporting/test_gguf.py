@@ -124,7 +124,7 @@ def test_experts_keep_their_codes_and_a_stack_has_one_format(tmp_path):
         assert (np.abs(numbers_of(found, name)[:, :256] - exact) <= tolerance).all()
 
 
-def test_what_is_not_built_is_refused(tmp_path):
+def test_unsupported_files_are_refused(tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"GGUF\3\0\0")
     with pytest.raises(ModelError, match=r"a.gguf is cut off or damaged"):
         Gguf.read(tmp_path / "a.gguf")

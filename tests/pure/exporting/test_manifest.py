@@ -37,7 +37,7 @@ def write_model(directory, keys=None, files=("rank_0/model.json", "rank_0/model.
     return directory
 
 
-def test_what_was_written_is_read(tmp_path):
+def test_a_written_manifest_is_read_unchanged(tmp_path):
     assert Manifest.read(write_model(tmp_path / "model")) == MODEL
 
 
@@ -83,7 +83,7 @@ def without(*path):
         (lambda d: d["graphs"]["decoder"].update(inputs=[7]), r"Expected `str`, got `int` - at .*\.inputs\[0\]`"),
     ],
 )
-def test_what_is_wrong_in_a_manifest_is_named_with_its_path(change, message, tmp_path):
+def test_a_wrong_manifest_is_refused_with_the_path_of_the_error(change, message, tmp_path):
     path = write_model(tmp_path / "model") / "manifest.json"
     document = json.loads(path.read_text())
     change(document)

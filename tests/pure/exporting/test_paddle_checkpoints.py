@@ -210,7 +210,7 @@ def test_a_nested_tensor_with_its_name_is_read(tmp_path):
         ),
     ],
 )
-def test_what_would_be_computed_differently_is_refused(keys, message, tmp_path):
+def test_settings_that_would_be_computed_differently_are_refused(keys, message, tmp_path):
     in_paddle = make_paddle_checkpoint(make_checkpoint(tmp_path / "checkpoint", "ernie4_5"), tmp_path / "paddle")
     config = json.loads((in_paddle / "config.json").read_text())
     (in_paddle / "config.json").write_text(json.dumps(config | keys))

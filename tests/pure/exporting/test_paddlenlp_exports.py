@@ -206,7 +206,7 @@ def in_programs(old, new, ranks=(0, 1)):
         ),
     ],
 )
-def test_what_is_not_built_is_refused_in_a_sentence(change, message, an_export, tmp_path):
+def test_unsupported_configurations_are_refused_in_a_sentence(change, message, an_export, tmp_path):
     directory = shutil.copytree(an_export, tmp_path / "theirs")
     change(directory)
     with pytest.raises(ModelError, match=message):

@@ -428,7 +428,7 @@ def test_floats_of_eight_bits_without_their_scales_are_refused(change, message, 
         (compressed(8, "int-quantized") | {"sparsity_config": {"format": "dense"}}, "sparsity_config is not supported"),
     ],
 )
-def test_what_is_not_built_is_refused_in_a_sentence(config, message):
+def test_unsupported_configurations_are_refused_in_a_sentence(config, message):
     with pytest.raises(ModelError, match=message):
         read_quantization({"quantization_config": config})
 

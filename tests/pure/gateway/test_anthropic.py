@@ -246,7 +246,7 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
         ({"logits_processors": ["x"]}, "logits_processors"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_the_name_that_its_client_knows(fields, name):
+def test_unsupported_fields_are_refused_by_the_name_that_the_client_knows(fields, name):
     backend = FakeBackend("a")
     with running(backend, tool_call_parser="hermes") as gateway:
         status, answer = gateway.refused(PATH, {**ASKED, **fields})

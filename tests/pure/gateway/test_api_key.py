@@ -27,7 +27,7 @@ def gateway():
 
 
 @pytest.mark.parametrize("given", [f"Bearer {KEY}", f"bearer  {KEY} "])
-def test_who_has_the_key_is_answered(gateway, given):
+def test_a_client_with_the_key_is_answered(gateway, given):
     assert gateway.send("POST", CHAT, NATIVE, {"Authorization": given})[0] == 200
     assert gateway.send("GET", "/v1/models", headers={"Authorization": given})[0] == 200
 
@@ -37,7 +37,7 @@ def test_who_has_the_key_is_answered(gateway, given):
     ("method", "path"),
     [("POST", CHAT), ("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/"), ("GET", "/no"), ("GET", CHAT)],
 )
-def test_who_has_not_is_refused_in_openais_shape(gateway, caplog, method, path, given):
+def test_a_client_without_the_key_is_refused_in_openais_shape(gateway, caplog, method, path, given):
     with caplog.at_level(logging.INFO):
         headers = {} if given is None else {"Authorization": given}
         status, headers, payload = gateway.send(method, path, NATIVE if method == "POST" else None, headers)

@@ -101,7 +101,7 @@ def test_many_inputs_are_asked_for_by_and_by(monkeypatch):
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(fields, param):
+def test_wrong_fields_are_refused_by_name(fields, param):
     with running(Embedding()) as gateway, openai_client(gateway, "/v1") as client:
         status, answer = gateway.refused(PATH, {"input": "a", **fields})
         assert (status, answer["error"]["param"]) == (400, param)

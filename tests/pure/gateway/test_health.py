@@ -129,7 +129,7 @@ def test_the_models_are_listed_while_the_model_is_not_ready():
     assert b'"max_model_len":null' in payload
 
 
-def test_what_was_ready_once_has_started_for_good():
+def test_a_server_that_was_ready_once_has_started_for_good():
     backend = FakeBackend(state=ModelState(ready=False, reason="loading"))
 
     async def three_times():

@@ -62,7 +62,7 @@ def test_a_body_that_is_nested_almost_too_deeply_is_read(gateway):
     assert (status, answer["error"]["param"]) == (400, "messages")
 
 
-def test_what_is_not_http_leaves_one_line_in_the_log_without_its_bytes(caplog):
+def test_bytes_that_are_not_http_leave_one_line_in_the_log_without_them(caplog):
     with running(FakeBackend()) as gateway, socket.create_connection(("127.0.0.1", gateway.port)) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\ns3cret\x00: 1\r\n\r\n")
         assert client.recv(2**16).startswith(b"HTTP/1.0 400 ")
@@ -149,7 +149,7 @@ def test_the_limit_of_a_body_is_that_of_its_path(gateway):
         )
 
 
-def test_what_unpacks_to_gigabytes_is_not_unpacked():
+def test_a_body_that_unpacks_to_gigabytes_is_not_unpacked():
     packer = zlib.compressobj(wbits=31)
     begin = packer.compress(b"") + packer.flush(zlib.Z_FULL_FLUSH)
     megabyte = packer.compress(bytes(2**20)) + packer.flush(zlib.Z_FULL_FLUSH)
@@ -245,7 +245,7 @@ def test_a_browser_may_ask_from_anywhere(gateway):
 
 
 @pytest.mark.parametrize("origin", ["", "http://chat"])
-def test_whose_pages_may_ask_is_a_setting(origin):
+def test_a_setting_has_the_origins_whose_pages_may_send_requests(origin):
     with running(FakeBackend("a"), cors_allow_origin=origin) as gateway:
         for method, body in (("OPTIONS", None), ("POST", NATIVE), ("POST", {**NATIVE, "stream": True}), ("POST", b"{")):
             _, headers, _ = gateway.send(method, CHAT, body)

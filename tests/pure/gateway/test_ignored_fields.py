@@ -114,7 +114,7 @@ def test_native_fields_without_effect_are_those_that_say_so():
         ("/v1/messages", {"thread": {"type": "create"}}),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_name(gateway, path, fields):
+def test_fields_that_would_change_the_answer_are_refused_by_name(gateway, path, fields):
     status, answer = gateway.refused(path, {**cases()[path][0], **fields})
     name = next(reversed(fields))
     assert (status, name in answer["error"]["message"]) == (400, True)

@@ -103,7 +103,7 @@ def test_large_requests_without_a_first_answer_are_limited_and_small_ones_are_no
     "method",
     ["ModelStreamInfer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ModelReady", "ServerLive"))],
 )
-def test_what_is_begun_and_never_ended_is_refused_when_it_is_too_much_and_others_are_served(tmp_path, method):
+def test_too_many_incomplete_messages_are_refused_and_other_clients_are_served(tmp_path, method):
     """gRPC itself would hold 16 MB here, and of any number of connections."""
     limit = 1 << 20
 

@@ -93,7 +93,7 @@ def test_a_client_that_leaves_cancels_all_its_requests(tmp_path):
     run(scenario())
 
 
-def test_what_is_written_to_a_client_that_has_just_left_is_no_error_of_ours():
+def test_writing_to_a_client_that_has_just_left_is_not_an_error():
     class Context:
         async def write(self, message):
             raise grpc.aio.InternalError("execute_batch failed")
@@ -234,7 +234,7 @@ def test_a_defect_of_ours_ends_the_request_and_says_nothing_of_itself(tmp_path, 
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in OPEN | {"ModelStreamInfer"}])
-def test_what_is_not_for_clients_is_not_served_whatever_they_send(tmp_path, method):
+def test_methods_that_are_not_for_clients_are_not_served_whatever_is_sent(tmp_path, method):
     async def scenario():
         async with serving(tmp_path, FakeTriton()) as (_, port):
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -264,7 +264,7 @@ def test_thousands_that_come_while_the_server_is_busy_wait_for_it(tmp_path):
     run(scenario())
 
 
-def test_what_is_for_clients_is_passed_on_with_name_and_version_alone(tmp_path):
+def test_forwarded_methods_get_only_the_name_and_the_version(tmp_path):
     async def scenario():
         triton = FakeTriton()
         async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
@@ -337,7 +337,7 @@ def test_a_stop_lets_running_requests_end_and_refuses_new_ones(tmp_path):
     run(scenario())
 
 
-def test_what_runs_longer_than_the_drain_timeout_ends_with_an_error(tmp_path, monkeypatch):
+def test_requests_that_run_longer_than_the_drain_timeout_end_with_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("gateway.grpc_server.server.ERROR_RESPONSES_S", 0.1)
 
     async def scenario():

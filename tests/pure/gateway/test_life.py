@@ -206,7 +206,7 @@ def test_running_requests_finish_while_draining_and_new_ones_are_refused():
             assert events([openai.read()])[-1] == "[DONE]"
 
 
-def test_what_runs_longer_than_the_drain_timeout_ends_with_an_error_event():
+def test_streams_that_run_longer_than_the_drain_timeout_end_with_an_error_event():
     backend = FakeBackend("a", WAIT)
     with running(backend, drain_timeout_s=0.05) as gateway, begun(gateway, OPENAI) as response:
         assert backend.waiting.acquire(timeout=PATIENCE_S)

@@ -131,7 +131,7 @@ def test_the_owner_of_the_api_key_is_forwarded_and_without_one_nothing_is_loaded
     assert body["_owner"]["name"] == "somebody"
 
 
-def test_what_is_refused_has_openais_shape():
+def test_refusals_have_openais_shape():
     backend = FakeBackend(InvalidRequest("The `{field}` x is not in LORA_DIR", field="lora_path", value="x"))
     with running(backend, lora_dir="/adapters", served_model_name="base") as gateway:
         for body, message in (

@@ -156,7 +156,7 @@ def test_messages_reach_the_template_with_its_field_names():
     assert [each.get("reasoning_content") for each in body["messages"]] == [None, "b", None]
 
 
-def test_what_is_harmless_is_ignored():
+def test_harmless_fields_are_ignored():
     harmless = {
         "user": "u",
         "metadata": {},
@@ -286,7 +286,7 @@ def test_any_model_name_is_taken_and_none_is_the_served_one():
         (COMPLETIONS, {"prompt": ["a"] * 100, "n": 2}, "prompt"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(path, fields, param):
+def test_unsupported_fields_are_refused_by_name(path, fields, param):
     backend = FakeBackend("a")
     with running(backend) as gateway:
         status, answer = gateway.refused(path, {**(A_CHAT if path == CHAT else A_COMPLETION), **fields})
@@ -359,7 +359,7 @@ def test_of_several_names_of_a_field_a_refusal_of_the_model_has_the_clients():
         assert [answer["param"], answer["message"]] == [*fields] * 2
 
 
-def test_what_an_answer_must_look_like_reaches_the_model_as_it_was_given():
+def test_the_format_of_an_answer_reaches_the_model_as_it_was_given():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for output_format in (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}},

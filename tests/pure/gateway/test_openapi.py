@@ -165,7 +165,7 @@ def test_its_first_sentence_says_what_becomes_of_fields_that_it_does_not_name(do
 
 
 @pytest.mark.parametrize("path", ["/openapi.json", "/docs", "/version"])
-def test_who_has_no_key_may_read_it_and_learns_nothing_of_the_model(path):
+def test_a_client_without_the_key_may_read_it_and_learns_nothing_of_the_model(path):
     with running(FakeBackend(), api_key="secret", served_model_name="hidden") as gateway:
         status, _, payload = gateway.send("GET", path)
         assert status == 200

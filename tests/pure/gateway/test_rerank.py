@@ -84,7 +84,7 @@ def test_with_a_head_each_pair_is_a_request_and_its_score_a_probability():
         ("/rerank", {"query": "a", "documents": ["b"], "return_document": True}, "did you mean `return_documents`"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_by_name(path, body, message):
+def test_requests_that_cannot_be_scored_are_refused_by_name(path, body, message):
     with running(Scoring()) as gateway:
         status, answer = gateway.refused(path, body)
     assert status == 400 and message in answer["error"]["message"]

@@ -233,7 +233,7 @@ def test_the_tokens_of_an_input_can_be_counted():
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_the_name_that_its_client_knows(fields, param):
+def test_unsupported_fields_are_refused_by_the_name_that_the_client_knows(fields, param):
     backend = FakeBackend("a")
     with running(backend, tool_call_parser="hermes") as gateway:
         status, answer = gateway.refused(PATH, {**ASKED, **fields})

@@ -111,7 +111,7 @@ def test_a_request_that_was_never_taken_is_refused_at_once():
     assert len(backend.bodies) == 1
 
 
-def test_what_the_model_refuses_the_second_time_is_refused():
+def test_a_request_that_the_model_refuses_the_second_time_is_refused():
     backend = a_backend(("a", LOST), (EngineUnavailable("the engine has crashed too often"),))
     with running(backend) as gateway:
         assert gateway.refused(CHAT, {"text": "Hi"})[1]["error_msg"] == "the engine has crashed too often"

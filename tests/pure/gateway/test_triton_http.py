@@ -71,7 +71,7 @@ def test_generate_answers_once_and_generate_stream_as_it_comes():
     assert backend.bodies[1]["req_id"] == "1"
 
 
-def test_what_is_wrong_is_said_in_tritons_shape():
+def test_errors_have_tritons_shape():
     backend = FakeBackend(Overloaded("full"))
     backend.scripts = [("a", EngineUnavailable("gone"))]
     with running(backend) as gateway:
@@ -150,7 +150,7 @@ def test_the_names_of_other_backends_are_understood():
         ({"logprobs": 0}, "`logprobs` is not supported beside `text_input`"),
     ],
 )
-def test_what_a_text_cannot_be_asked_with_is_refused_by_name(fields, text):
+def test_unsupported_parameters_of_a_text_are_refused_by_name(fields, text):
     with running(FakeBackend("a")) as gateway:
         status, answer = gateway.refused(GENERATE, {"text_input": "hi", **fields})
     assert (status, text in answer["error"]) == (400, True), answer

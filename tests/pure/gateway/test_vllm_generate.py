@@ -45,6 +45,6 @@ def test_each_line_of_a_stream_has_the_text_so_far(gateway):
         ({"prompt": "a", "n": 0}, "n"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_by_name(gateway, body, words):
+def test_unsupported_fields_are_refused_by_name(gateway, body, words):
     status, answer = gateway.refused("/generate", body)
     assert status == 400 and words in answer["error"]["message"]

@@ -247,7 +247,7 @@ def test_where_a_grammar_may_end_the_stop_ids_of_the_request_are_allowed(guided,
 
 
 @pytest.mark.slow
-def test_what_is_forced_is_what_would_be_chosen_anyway(tokenizer, monkeypatch):
+def test_forced_tokens_are_those_that_would_be_chosen_anyway(tokenizer, monkeypatch):
     schemas = {str(seed): random_schema(seed) for seed in range(60)}
 
     def answers(**settings):

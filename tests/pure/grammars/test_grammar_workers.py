@@ -118,7 +118,7 @@ def test_a_grammar_that_needs_too_much_memory_is_refused_with_the_limit():
         assert str(error) == "The `guided_json` needs more than 64 MiB of memory (GRAMMAR_MEMORY)"
 
 
-def test_what_takes_long_to_compile_delays_no_other_grammar(tokenizer):
+def test_a_grammar_that_takes_long_to_compile_delays_no_other_one(tokenizer):
     with grammars(grammar_compile_timeout_s=120.0, grammar_compile_budget_s=600.0) as made:
         guided = Guided(tokenizer, grammars=made)
         guided.run(a_request("first", "guided_json", PERSON))
@@ -129,7 +129,7 @@ def test_what_takes_long_to_compile_delays_no_other_grammar(tokenizer):
         assert not any(each.done() for each in endless)
 
 
-def test_who_leaves_ends_the_compilation_unless_another_waits_for_it():
+def test_a_client_that_leaves_ends_the_compilation_unless_another_one_waits_for_it():
     with grammars() as made:
         first, second = made.begin(raw_request("a", ENDLESS)), made.begin(raw_request("b", ENDLESS))
         begun(made, raw_request("another", PERSON))

@@ -177,7 +177,7 @@ for _ in range(100):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_with_a_tree_is_refused_with_its_place(name):
+def test_a_wrong_tree_is_refused_with_the_place_of_the_error(name):
     tree, says = REFUSED[name]
     says = says.replace("`.format", r"`structural_tag\.format").replace("[const", r"\[const")
     with pytest.raises(InvalidRequest, match=says) as caught:

@@ -72,7 +72,7 @@ def test_an_answer_goes_on_from_any_of_its_tokens_without_a_property_twice(token
     assert "do not have the form" in str(guided.errors["twice"])
 
 
-def test_what_the_model_thinks_has_no_names(tokenizer):
+def test_a_thought_has_no_names(tokenizer):
     guided = Guided(tokenizer)
     before = '<think>{"a": 1, "b": [" </think>'
     for begin in ("", '"<think>"'):

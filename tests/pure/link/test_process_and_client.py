@@ -263,7 +263,7 @@ def test_a_cancelled_request_frees_its_blocks_at_once_and_hears_nothing_more():
         assert (len(listener.token_ids), listener.ends) == (heard, [])
 
 
-def test_what_cannot_fit_is_refused_with_the_numbers():
+def test_a_request_that_cannot_fit_is_refused_with_the_numbers():
     with connected(CountingExecutor(2, 4)) as (_, client):
         error = submit(client, [1] * 8, 2).wait()
         assert type(error) is InvalidRequest

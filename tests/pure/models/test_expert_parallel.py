@@ -93,7 +93,7 @@ def test_the_stacks_of_the_ranks_are_together_that_of_one_rank(kind, tmp_path):
                 np.testing.assert_array_equal(np.concatenate([rank[name][index] for rank in ranks]), array)
 
 
-def test_what_ranks_cannot_divide_by_experts_is_refused_by_name(checkpoint, exported):
+def test_models_that_ranks_cannot_divide_by_experts_are_refused_by_name(checkpoint, exported):
     for family, num_ranks, message in (
         ("qwen2", 2, "^ENABLE_EXPERT_PARALLEL is 1, but the model has no mixtures of experts"),
         ("qwen3_moe", 16, r"^num_ranks \(MP_NUM\) is 16, with ENABLE_EXPERT_PARALLEL=1 it must be at most .* is 8$"),

@@ -105,7 +105,7 @@ def test_every_tensor_of_a_family_has_its_place_and_shape(family):
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_key_and_value(family, overrides, message):
+def test_unsupported_values_are_refused_by_key_and_value(family, overrides, message):
     with pytest.raises(ModelError, match=message):
         a_config(family, **overrides)
 

@@ -48,7 +48,7 @@ def test_the_base_image_is_pinned_to_one_with_a_supported_python(name, image):
     assert re.fullmatch(image, *instructions_of(ROOT / "dockerfiles" / f"Dockerfile.{name}", "FROM"))
 
 
-def test_what_passes_through_shared_memory_gets_more_than_docker_gives():
+def test_shared_memory_is_larger_than_by_dockers_default():
     assert "--gpus all --shm-size 1g" in (ROOT / "dockerfiles/Dockerfile.cuda").read_text()
 
 
@@ -63,7 +63,7 @@ def test_the_server_runs_in_the_foreground_behind_the_process_that_drops_privile
     assert instructions("USER") == []  # root, for the folders; server_scripts/container.py
 
 
-def test_what_root_runs_imports_nothing_from_the_folder_that_the_server_writes_to(instructions):
+def test_commands_of_root_import_nothing_from_the_folder_that_the_server_writes_to(instructions):
     [workdir] = instructions("WORKDIR")[1:]
     assert workdir == "/home/llm"
     for line in [*instructions("ENTRYPOINT"), *instructions("HEALTHCHECK")]:
@@ -81,7 +81,7 @@ def test_the_names_of_the_predecessors_documents_exist(instructions):
     assert instructions("WORKDIR")[0] == "/opt/llm-server"
 
 
-def test_what_the_server_writes_belongs_to_its_user(instructions):
+def test_folders_that_the_server_writes_to_belong_to_its_user(instructions):
     """A named volume takes the owner of the folder that it covers; without the folder it belongs to root."""
     [made] = [line for line in instructions("RUN") if "install --directory" in line]
     folders = re.split(r"install --directory --owner=\w+ --group=\w+ ", made)[1].split()

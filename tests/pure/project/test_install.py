@@ -21,7 +21,7 @@ def test_every_requirement_is_pinned_and_has_a_reason(name):
         assert PINNED.fullmatch(requirement.strip()), line
 
 
-def test_what_is_installed_is_pinned_down_to_the_last_package():
+def test_every_installed_package_is_pinned():
     """The versions are those of requirements*.txt, also after one of these files was changed."""
     locked = set(re.findall(r"^([\w-]+==[\w.]+)", (ROOT / "constraints.txt").read_text(), re.M))
     for name in ("requirements.txt", "requirements-test.txt", "requirements-docs.txt"):

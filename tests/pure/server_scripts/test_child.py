@@ -174,7 +174,7 @@ def test_an_exit_is_described_by_status_or_signal():
     assert describe_exit(signal.SIGSEGV) == "was killed by SIGSEGV"
 
 
-def test_what_is_stopped_again_and_again_is_not_stopped_for_long(monkeypatch):
+def test_a_process_that_is_stopped_again_and_again_is_not_stopped_for_long(monkeypatch):
     now, state = 0.0, "T"
     child = Child(ChildSpec("gateway-0", [], {}, Path()), Process("gateway-0", 1, 0))
     monkeypatch.setattr(child_module, "read_stat", lambda pid: ProcessStat(state, 0, 0, 1))

@@ -44,7 +44,7 @@ def test_every_setting_is_an_option_but_the_secrets():
     assert set(COMMON) <= set(SETTINGS)
 
 
-def test_what_the_table_of_other_servers_names_exists_here():
+def test_settings_named_in_the_table_of_other_servers_exist():
     known = set(OptionParser("", "")._option_string_actions)
     assert {row.setting for row in ROWS if row.setting} - set(SETTINGS) - OLD_NAMES == set()
     texts = [text for row in ROWS for text in (row.instead, row.why, *row.refused.values())]
@@ -214,7 +214,7 @@ def test_a_variable_of_another_server_is_noted_or_refused():
         check_variables({"FD_API_KEY": "a secret"})
 
 
-def test_what_is_no_option_is_answered_with_what_was_meant(capsys):
+def test_an_unknown_option_is_answered_with_the_one_that_was_meant(capsys):
     assert "--tensor-paralel-size is no option, did you mean --tensor-parallel-size?" in answer(
         capsys, "--tensor-paralel-size", "2"
     )

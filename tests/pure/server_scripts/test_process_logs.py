@@ -108,7 +108,7 @@ def test_a_blocked_terminal_blocks_no_process_and_nothing_is_lost(tmp_path, pipe
     assert reader.read(len(lines)) == lines
 
 
-def test_what_is_written_last_is_copied_before_the_end(tmp_path, pipe):
+def test_the_last_lines_are_copied_before_the_end(tmp_path, pipe):
     reader, writer = pipe
     path = tmp_path / "a.log"
     console = logs.LogConsole({"": path}, writer.fileno())
@@ -126,7 +126,7 @@ def test_a_closed_terminal_ends_no_process(tmp_path, pipe):
     logs.LogConsole({"": path}, writer.fileno()).copy()
 
 
-def test_what_is_named_by_clients_and_files_forges_no_line_and_moves_no_terminal(monkeypatch):
+def test_names_of_clients_and_files_forge_no_line_and_move_no_terminal(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(logging.root, "level", logging.root.level)

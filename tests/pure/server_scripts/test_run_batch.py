@@ -224,7 +224,7 @@ def test_no_more_requests_are_open_than_the_file_has(files):
 
 
 @pytest.mark.slow
-def test_what_keeps_it_from_working_is_said(files):
+def test_errors_that_keep_it_from_working_are_printed(files):
     files.write(a_request("a"))
     status, said = files.run("http://127.0.0.1:1")
     expected = "run_batch: no server can be asked at http://127.0.0.1:1: connection refused\n"

@@ -98,7 +98,7 @@ def test_two_run_directories_never_share_a_prefix_in_shared_memory(tmp_path):
     assert first.shm_prefix == RunDir(tmp_path / "a").shm_prefix != second.shm_prefix
 
 
-def test_what_sweepers_of_tmp_would_take_is_touched(tmp_path):
+def test_files_that_cleaners_of_tmp_would_remove_are_touched(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     (run_dir.path / "link").symlink_to("/nowhere")
     os.utime(run_dir.path / "link", (1, 1), follow_symlinks=False)

@@ -92,7 +92,7 @@ def test_a_home_that_does_not_exist_is_a_wrong_setting(server, refused, name):
         assert err.startswith("stop_server: RUN_DIR is '~no-such-user/folder'")
 
 
-def test_what_a_library_prints_during_an_export_is_no_step(server, tmp_path, monkeypatch):
+def test_output_of_a_library_during_an_export_is_not_a_step(server, tmp_path, monkeypatch):
     (tmp_path / "noisy.py").write_text("print('step one'); print(); print('word'); print('result /graph')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("server_scripts.model_source.EXPORTER", "noisy")

@@ -172,7 +172,7 @@ def test_a_silent_model_restarts_tritonserver(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gateway-0", "tritonserver helper", "engine helper"])
-def test_what_is_stopped_for_too_long_is_started_anew(tmp_path, name):
+def test_a_process_that_is_stopped_for_too_long_is_started_anew(tmp_path, name):
     """Ranks are helper processes of the engine."""
     with fake_server(tmp_path, ALL | {"engine": "with helper"}, mp_num=2) as server:
         server.wait_until_ready()
@@ -264,7 +264,7 @@ def test_every_stop_signal_ends_the_server(tmp_path, number):
         assert server.process.wait(TIMEOUT_S) == 0
 
 
-def test_what_the_tests_start_under_nohup_takes_sighup():
+def test_processes_that_the_tests_start_under_nohup_take_sighup():
     read = "import subprocess; subprocess.run(['grep', 'SigIgn', '/proc/self/status'])"
     command = ["nohup", sys.executable, "-c", f"from tests import conftest; conftest.pytest_configure(); {read}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

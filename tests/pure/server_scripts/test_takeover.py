@@ -44,7 +44,7 @@ def test_all_go_on_and_the_next_supervisor_makes_them_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["health", "tritonserver helper"])
-def test_what_has_died_meanwhile_is_started_again_and_nothing_else(tmp_path, name):
+def test_only_processes_that_have_died_meanwhile_are_started_again(tmp_path, name):
     with fake_server(tmp_path, ALL) as first:
         first.wait_until_ready()
         before = pids_of(first)

@@ -69,7 +69,7 @@ def test_a_text_that_can_never_fit_is_refused_without_tokenizing_it(processor, m
     assert re.search(r"The prompt has \d{6} bytes, at most", str(refusal(processor, **fields)))
 
 
-def test_what_the_chat_template_leaves_out_does_not_count(processor):
+def test_text_that_the_chat_template_leaves_out_does_not_count(processor):
     parts = [{"type": "text", "text": "x", "cache_control": "y" * 100_000}]
     assert processor.process(a_request(messages=[{"content": parts}])).token_ids
 
@@ -398,7 +398,7 @@ def test_a_bad_word_is_banned_at_the_beginning_and_after_a_space(processor, toke
     assert words == ((9,), tuple(tokenizer.encode("to")), tuple(tokenizer.encode(" to")))
 
 
-def test_what_may_leave_no_token_to_choose_is_refused(processor):
+def test_bans_that_may_leave_no_token_are_refused(processor):
     tiny = replace(processor, vocab_size=8)
     message = re.escape("`bad_words_token_ids` and, with `min_dec_len`, `eos_token_ids` may ban every token")
     assert sampling_of(tiny, bad_words_token_ids=[0, 1, 2, 3, 4, 5, 6])

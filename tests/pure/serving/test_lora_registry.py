@@ -79,7 +79,7 @@ def refusal(directory, model, max_rank=16):
         ),
     ],
 )  # fmt: skip
-def test_what_would_be_computed_otherwise_is_refused_by_name(good, model, tmp_path, keys, trouble):
+def test_options_that_would_be_computed_differently_are_refused_by_name(good, model, tmp_path, keys, trouble):
     broken = shutil.copytree(good, tmp_path / "broken")
     config = json.loads((good / "adapter_config.json").read_text())
     (broken / "adapter_config.json").write_text(json.dumps({**config, **keys}))
@@ -122,7 +122,7 @@ def test_files_that_are_cut_off_or_missing_are_refused(good, model, tmp_path):
     "case",
     [(np.nan, 8, None), (-np.inf, 8, None), (8, 3e38, None), (60000, 8, "float16"), (np.nan, 8, "bfloat16")],
 )
-def test_what_would_make_every_answer_no_number_is_refused(good, model, tmp_path, case):
+def test_weights_that_would_make_every_answer_nan_are_refused(good, model, tmp_path, case):
     """This includes weights that the type of the model cannot represent once they are scaled."""
     value, alpha, dtype = case
     model = shutil.copytree(model, tmp_path / "model")
@@ -230,7 +230,7 @@ def test_the_log_has_the_names_of_adapters_escaped(model, folder, caplog):
     assert caplog.messages == [r'load_lora_adapter: "x\n\u001b[31m"']
 
 
-def test_what_is_loaded_can_be_asked_for_until_it_is_unloaded(model, folder):
+def test_a_loaded_adapter_can_be_used_until_it_is_unloaded(model, folder):
     names = LoraRegistry(Config(lora_dir=str(folder), max_loras=2), model)
     assert load(names, "one", "a") == LoraList(["one"])
     assert load(names, "two", folder / "inner") == LoraList(["one", "two"])

@@ -149,7 +149,7 @@ def test_a_stop_string_is_shown_when_asked_for(make):
     assert send(reply).final["tokens_all"] == "one END"
 
 
-def test_what_only_began_like_a_stop_string_is_shown_at_the_end(make):
+def test_text_that_only_began_like_a_stop_string_is_sent_at_the_end(make):
     reply = make(stop="END")
     give(reply, "one EN", "length")
     final = send(reply).final

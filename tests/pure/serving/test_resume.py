@@ -192,7 +192,7 @@ def test_a_client_with_fewer_tokens_than_the_server_was_given_gets_the_log_proba
     assert num_generated(service) == 2 * ANSWER_LEN - 20  # once from the 20th token, once from the first
 
 
-def test_what_is_known_may_be_the_whole_answer(service):
+def test_the_known_part_may_be_the_whole_answer(service):
     again = ask(service, resume_from=ANSWER_LEN, answer_ids=EXPECTED)
     assert (again.final["finish_reason"], again.final["tokens_all_ids"]) == ("length", EXPECTED)
     assert num_generated(service) == 0
@@ -293,5 +293,5 @@ def test_only_who_knows_the_request_goes_on_with_its_answer(service, executor, i
         ({"answer_ids": [-1]}, "The `answer_ids` must hold token ids, -1 is none"),
     ],
 )
-def test_what_cannot_be_gone_on_with_is_refused_by_name(service, fields, text):
+def test_answers_that_cannot_be_resumed_are_refused_by_name(service, fields, text):
     assert ask(service, **fields).final["error_msg"] == text

@@ -175,7 +175,7 @@ def test_the_scores_of_a_prompt_come_once_whatever_the_engine_does(service, addr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(200, 150, 120)])
-def test_who_asks_again_gets_the_scores_with_the_beginning_of_the_answer_only(service, address):
+def test_a_resumed_answer_has_prompt_scores_with_its_beginning_only(service, address):
     prompt = list(range(100, 190))
     with an_engine_process(address):
         fields = {"prompt_logprobs": 0, "infer_seed": 1, "seed": None}

@@ -47,7 +47,7 @@ def written(number):
     return wire.write_answer(a_delta(number, number + 1))
 
 
-def test_what_several_requests_have_is_one_response_and_their_ends_are_their_own(streams):
+def test_deltas_of_several_requests_are_one_response_and_their_ends_are_their_own(streams):
     shared, own, other = Sender(), Sender(), Sender()
     streams.open("s", shared)
     a, b = streams.join("s", 7, own), streams.join("s", 8, other)
@@ -159,7 +159,7 @@ def test_a_response_that_takes_long_holds_up_one_thread_which_sends_what_comes_m
     assert shared.sent == [(wire.write_shared([(7, written(1))]), False), (wire.write_shared([(7, written(2))]), False)]
 
 
-def test_what_is_left_when_a_stream_breaks_is_lost_with_it(streams, monkeypatch):
+def test_deltas_that_are_left_when_a_stream_breaks_are_lost_with_it(streams, monkeypatch):
     """The rest of the answer is not sent."""
     monkeypatch.setattr(shared_streams, "MAX_RESPONSE_BYTES", 1)
     shared, own = Sender(), Sender()
@@ -230,7 +230,7 @@ def test_a_failure_comes_after_the_tokens_before_it():
 
 
 @pytest.mark.parametrize("is_known_first", [True, False])
-def test_what_was_lost_with_a_shared_stream_is_missed_when_it_has_ended(is_known_first):
+def test_deltas_lost_with_a_shared_stream_are_missed_when_it_has_ended(is_known_first):
     async def scenario():
         arrivals = ReorderBuffer()
         arrivals.put(a_delta(0, 1))

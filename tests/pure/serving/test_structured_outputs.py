@@ -197,7 +197,7 @@ def test_the_longest_and_the_deepest_grammar_are_accepted():
     assert parsed(guided_json=nested(99)).structured_output
 
 
-def test_what_cannot_be_together_is_refused():
+def test_options_that_exclude_one_another_are_refused():
     assert str(refusal(guided_json=SCHEMA, guided_regex="a")) == (
         "Only one of ('guided_json', 'guided_regex') should be set"
     )
@@ -219,7 +219,7 @@ def test_tokens_that_the_model_does_not_have_cannot_be_the_only_ones(tokenizer):
         asked(tokenizer, {}, allowed_token_ids=[1, 100_000])
 
 
-def test_what_is_seen_without_compiling_blames_the_field(tokenizer):
+def test_errors_found_without_compiling_name_the_field(tokenizer):
     with pytest.raises(InvalidRequest, match="The `guided_grammar` cannot be read: Rule 'b' not found") as caught:
         asked(tokenizer, guided_grammar="root ::= b")
     assert caught.value.field == "guided_grammar"

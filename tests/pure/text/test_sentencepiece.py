@@ -198,7 +198,7 @@ def test_several_models_are_named(llama, tmp_path):
     ],
     ids=["empty", "tiktoken", "characters", "suffix"],
 )
-def test_what_cannot_be_read_is_refused_by_its_path(model, message, tmp_path):
+def test_an_unreadable_file_is_refused_with_its_path(model, message, tmp_path):
     with pytest.raises(TokenizerError, match=re.escape(str(tmp_path / "tokenizer.model")) + ".*" + message):
         Tokenizer.load(a_model_dir(tmp_path, model))
 

@@ -155,7 +155,7 @@ def test_the_text_ends_before_the_stop_string(letters, text, stops, shown, stopp
         assert read(stream, parts_of(ids, rng)) == (shown + (stopped or ""), num_tokens_with_stop, stopped)
 
 
-def test_what_may_become_a_stop_string_is_held_back(letters):
+def test_text_that_may_become_a_stop_string_is_held_back(letters):
     stream = TextStream(letters, TextOptions(stop=("<end>",)))
     texts = [stream.push([token_id]).text for token_id in ids_of(letters, "a<en<end>")]
     assert texts == ["a", "", "", "", "<en", "", "", "", ""]
@@ -167,7 +167,7 @@ def test_a_stop_string_that_is_kept_needs_no_holding_back(letters):
     assert [stream.push([token_id]).text for token_id in ids_of(letters, "a<end>")] == list("a<end>")
 
 
-def test_what_was_held_back_is_flushed(letters):
+def test_text_that_was_held_back_is_flushed(letters):
     stream = TextStream(letters, TextOptions(stop=("<end>",)))
     assert stream.push(ids_of(letters, "a<en")) == ("a", [1], None)
     assert stream.finish() == ("<en", [2, 3, 4], None)

@@ -60,7 +60,7 @@ UNENFORCED = {
 
 
 @pytest.mark.parametrize("keyword", UNENFORCED)
-def test_what_cannot_be_enforced_is_refused_with_its_place_or_left_out_on_request(keyword, vocabulary):
+def test_keywords_that_cannot_be_enforced_are_refused_with_their_place_or_left_out_on_request(keyword, vocabulary):
     schema = {"$defs": {"x y": UNENFORCED[keyword]}, "properties": {"p": {"items": {"$ref": "#/$defs/x%20y"}}}}
     with pytest.raises(InvalidRequest) as caught:
         enforceable_schema("guided_json", schema)
@@ -107,7 +107,7 @@ REWRITTEN = {
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
-def test_what_can_be_said_otherwise_is_enforced(name, vocabulary):
+def test_keywords_that_can_be_rewritten_are_enforced(name, vocabulary):
     schema, allowed, forbidden = REWRITTEN[name]
     followed, given = enforceable_schema("guided_json", schema), copy.deepcopy(schema)
     assert [allows(vocabulary, followed.schema, text) for text in allowed] == [True] * len(allowed)
@@ -216,7 +216,7 @@ def random_value(vocabulary, matcher, rng):
 @pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 100])
-def test_what_a_random_schema_lets_through_is_valid(first, vocabulary):
+def test_texts_that_a_random_schema_lets_through_are_valid(first, vocabulary):
     num_checked = 0
     for seed in range(first, first + 100):
         schema, rng = random_keywords(seed), random.Random(seed)

@@ -49,7 +49,7 @@ def test_an_answer_is_read_in_both_forms(is_raw):
         (a_response(), "the model sent an empty response"),
     ],
 )
-def test_what_is_no_answer_says_that_the_model_is_not_there(response, reason):
+def test_a_malformed_answer_is_an_unavailable_model(response, reason):
     with pytest.raises(EngineUnavailable, match=reason):
         read_response(response)
 

@@ -62,7 +62,7 @@ def test_the_req_id_of_a_wrong_body_is_found_where_there_is_one():
 A_MESSAGE = {"content": "a"}
 
 
-def test_what_is_not_given_has_the_documented_default():
+def test_missing_fields_have_the_documented_defaults():
     request = parsed()
     assert (request.parameters.top_p, request.parameters.temperature) == (0.7, 0.95)
     assert request.parameters.repetition_penalty == 1.0
@@ -152,7 +152,7 @@ def test_an_answer_that_was_cut_in_its_reasoning_has_no_content(name):
         ("model", ["any", 5, {}]),
     ],
 )
-def test_what_is_just_within_a_limit_is_taken(name, values):
+def test_values_just_within_a_limit_are_accepted(name, values):
     for value in values:
         parsed(**{name: value})
 
@@ -174,7 +174,7 @@ def test_what_is_just_within_a_limit_is_taken(name, values):
         ("timeout", [1.1e9]),
     ],
 )
-def test_what_is_just_beyond_a_limit_is_refused(name, values):
+def test_values_just_beyond_a_limit_are_refused(name, values):
     for value in values:
         assert f"The `{name}" in refusal(**{name: value})
 
@@ -323,7 +323,7 @@ def test_unknown_fields_pass_unless_they_look_like_ours():
     assert parsed(user="me", n=1, metadata={"a": 1}, probe=0) == parsed()
 
 
-def test_what_is_another_protocols_and_would_change_the_answer_is_refused_by_name():
+def test_fields_of_other_protocols_that_would_change_the_answer_are_refused_by_name():
     assert {"min_characters", "logits_processors"} <= set(wire.request.REFUSED)
     for name in ("max_completion_tokens", "max_new_tokens"):
         assert refusal(**{name: 9}) == f"`{name}` is a field of another protocol, its name here is `max_dec_len`"

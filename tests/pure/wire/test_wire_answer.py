@@ -151,7 +151,7 @@ def test_an_error_is_worded_with_the_names_that_its_client_knows():
     assert str(queue_full(4, 3)) == "4 requests are waiting, at most MAX_CACHED_TASK_NUM(3) may"
 
 
-def test_what_a_client_wrote_stays_as_it_is_in_an_errors_words():
+def test_text_of_a_client_stays_unchanged_in_an_error_message():
     quoted = InvalidRequest("{field} is {value}", field="text", value="{max_dec_len} {0} {")
     assert quoted.worded({"max_dec_len": "max_tokens"}) == "text is {max_dec_len} {0} {"
     assert str(InvalidRequest("{field} {0} {")) == "{field} {0} {"

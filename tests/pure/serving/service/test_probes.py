@@ -115,7 +115,7 @@ def test_a_request_whose_client_left_before_it_was_read_is_not_read(service, eng
     assert sender.final["error_type"] == "cancelled"
 
 
-def test_what_waits_to_be_read_counts_as_waiting(make, engine, monkeypatch):
+def test_requests_that_wait_to_be_read_count_as_waiting(make, engine, monkeypatch):
     gate, entered = threading.Event(), threading.Semaphore(0)
     monkeypatch.setattr(service_module, "NUM_PARSER_THREADS", 1)
     service = make(max_running=1, max_waiting=2)

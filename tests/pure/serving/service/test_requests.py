@@ -157,7 +157,7 @@ def test_an_aborted_request_ends_with_499_and_the_engine_forgets_it(service, eng
     assert answer_to(service, abort="")["error_code"] == 400
 
 
-def test_who_has_a_key_of_a_name_ends_their_own_requests_only(service, engine):
+def test_a_named_owner_ends_its_own_requests_only(service, engine):
     running = service.ask([1], "a", _owner={"name": "alice"})
     engine.listener_of([1])
     assert answer_to(service, abort="a", _owner={"name": "bob"})["aborted"] is False
@@ -300,7 +300,7 @@ def test_requests_that_share_a_stream_have_their_last_responses_on_their_own(mak
     assert shared.num_finals == 1
 
 
-def test_what_is_shared_is_sent_however_busy_the_senders_are(make, engine, monkeypatch):
+def test_shared_deltas_are_sent_however_busy_the_senders_are(make, engine, monkeypatch):
     class Busy(queue.SimpleQueue):
         def empty(self):
             return False

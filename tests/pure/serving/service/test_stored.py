@@ -39,7 +39,7 @@ def test_a_background_response_is_answered_at_once_and_can_be_retrieved_as_it_gr
     assert about(service)["answer"]["usage"]["completion_tokens"] == 4
 
 
-def test_what_a_request_quotes_does_not_matter(service, engine):
+def test_fields_that_a_stored_request_repeats_may_have_any_value(service, engine):
     quoted = {"body": {"metadata": {"lone surrogate": "\ud800", "number": 10**40}}}
     storing = {"about": quoted, "is_background": True}
     assert service.ask(PROMPT, "r", **{wire.STORE: storing}).final["status"] == "queued"
