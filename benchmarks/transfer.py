@@ -43,7 +43,7 @@ class ReadyJobs:
 
     def begin(self, job: PrefillJob) -> None:
         job.block_ids |= {index: index for index in range(len(job.keys))}
-        job.answerer.ready(job, list(range(len(job.keys))))
+        job.listener.ready(job, list(range(len(job.keys))))
 
     def end(self, job: PrefillJob) -> None:
         job.is_leased = False

@@ -37,25 +37,25 @@ class RequestError(Exception):
         known = {"field": self.field, "value": self.value, "limit": self.limit}
         return {name: each for name, each in known.items() if each is not None}
 
-    def worded(self, names: Mapping[str, str]) -> str:
+    def message(self, names: Mapping[str, str]) -> str:
         """Return the message for clients of a protocol with other field names. `names` maps native names to theirs."""
         return self.text.format_map(_Words(self, names)) if self.cause else self.text
 
     def as_template(self) -> str:
         """Return the message as a template in which only names of fields are placeholders: a part of another error."""
         if not self.cause:
-            return literally(self.text)
+            return escape_braces(self.text)
         field = self.field or ""
         return self.text.format_map(
             _Placeholders(
-                field=f"{{{field}}}" if field.isidentifier() else literally(field),
-                value=literally(_shown(self.value)),
-                limit=literally(_shown_limit(self.limit)),
+                field=f"{{{field}}}" if field.isidentifier() else escape_braces(field),
+                value=escape_braces(_shown(self.value)),
+                limit=escape_braces(_shown_limit(self.limit)),
             )
         )
 
     def __str__(self) -> str:
-        return self.worded({})
+        return self.message({})
 
     def blaming(self, field: str) -> RequestError:
         """Return the same error with the field, for callers that know which field has caused it."""
@@ -81,7 +81,7 @@ class _Placeholders(dict[str, str]):
         return f"{{{name}}}"
 
 
-def literally(text: str) -> str:
+def escape_braces(text: str) -> str:
     """Escape the braces of a text for the template of an error."""
     return text.replace("{", "{{").replace("}", "}}")
 

@@ -10,7 +10,7 @@ from gateway.app_keys import CONFIG, DRAINING, OPENAI
 from gateway.endpoint import Handler
 from gateway.http_errors import http_refusal
 from gateway.http_responses import CONTEXT
-from gateway.web import is_for_people
+from gateway.web import is_for_browser
 
 # Paths without an API key: browsers send none, and these reveal nothing about the model.
 UNGUARDED = (
@@ -42,7 +42,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 def _check_key(request: web.Request) -> None:
     owners, context, resource = request.app[CONFIG].owners, request[CONTEXT], request.match_info.route.resource
-    is_open = is_for_people(request) or (resource is not None and resource.canonical in UNGUARDED)
+    is_open = is_for_browser(request) or (resource is not None and resource.canonical in UNGUARDED)
     if owners and not is_open:
         try:
             bare = request.headers.get("x-api-key")  # header of Anthropic's clients

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from engine import __version__
-from engine.errors import UnknownModel, literally
+from engine.errors import UnknownModel, escape_braces
 from engine.settings.served import OWN_NAME
 from engine.wire import ModelState, shown
 from gateway import metrics
@@ -19,7 +19,7 @@ from gateway.health import as_response
 from gateway.http_responses import CONTEXT, REQUEST_TIMEOUT, json_response
 from gateway.openai import BASE
 from gateway.openapi_html import openapi_html
-from gateway.web import is_for_people, page, show_file
+from gateway.web import is_for_browser, page, show_file
 
 STARTED = int(time.time())
 VERSION = {"version": __version__}
@@ -27,7 +27,7 @@ VERSION = {"version": __version__}
 
 async def show_root(request: web.Request) -> web.Response:
     """Return the web page to browsers, and the model's name and the list of paths to programs."""
-    if is_for_people(request):
+    if is_for_browser(request):
         return page(request)
     paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
     return json_response(_endpoints(served_name(request.app), paths))
@@ -83,7 +83,7 @@ async def show_model(request: web.Request) -> web.Response:
     name = request.match_info["model"]
     own = served_name(request.app) if name == OWN_NAME else name
     if (model := models.get(own)) is None:
-        names = literally(", ".join(f"`{each}`" for each in models))
+        names = escape_braces(", ".join(f"`{each}`" for each in models))
         text = f"the served model{'s are' if len(models) > 1 else ' is'} {names}; there is no model {{value}}"
         raise UnknownModel(text, field="model", value=shown(name))
     return json_response(model)

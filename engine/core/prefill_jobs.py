@@ -15,7 +15,7 @@ from engine.core.updates import FAILED, Update
 from engine.errors import RequestError
 
 
-class Answerer(Protocol):
+class JobListener(Protocol):
     """Connection of the decode instance that has asked for a prompt. Its methods do not block."""
 
     def ready(self, job: PrefillJob, indices: Sequence[int]) -> None:
@@ -34,7 +34,7 @@ class PrefillJob:
     name: str  # unique to this process
     request: Request | None  # None: nothing is computed, and `ready` is called once for the blocks that are cached
     keys: Sequence[bytes]  # of the blocks that are needed
-    answerer: Answerer
+    listener: JobListener
     block_ids: dict[int, int] = field(default_factory=dict)  # index of the key -> leased block
     is_leased: bool = True  # False: the blocks may be overwritten
     is_computed: bool = False
@@ -120,7 +120,7 @@ class PrefillJobs:
             if self.num_computed == 1:
                 self._on_first_prompt()
             if update.finish_reason == FAILED or len(job.block_ids) < len(job.keys):
-                job.answerer.failed(job, str(update.error or "some blocks are not in the prefix cache"))
+                job.listener.failed(job, str(update.error or "some blocks are not in the prefix cache"))
         return others
 
     def _begin(self, job: PrefillJob) -> None:
@@ -133,7 +133,7 @@ class PrefillJobs:
             self._scheduler.add(job.request)
         except RequestError as error:
             job.is_computed = True
-            job.answerer.failed(job, str(error))
+            job.listener.failed(job, str(error))
 
     def _end(self, job: PrefillJob) -> None:
         if self._jobs.pop(job.name, None) is None:
@@ -157,4 +157,4 @@ class PrefillJobs:
         while self._found and self._found[0][0] <= self._scheduler.num_applied:
             _, job, indices = self._found.popleft()
             if job.is_leased:
-                job.answerer.ready(job, indices)
+                job.listener.ready(job, indices)

@@ -66,7 +66,8 @@ class Record:
         stat = target.stat()
         self.files[path] = {"digest": digest, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
-    def vouches_for(self, path: str, target: Path, digest: str | None = None) -> bool:
+    def is_unchanged(self, path: str, target: Path, digest: str | None = None) -> bool:
+        """Return whether `target` still is the file that was recorded, with this digest if one is given."""
         noted = self.files.get(path)
         if noted is None or not target.is_file() or digest not in (None, noted["digest"]):
             return False
@@ -74,7 +75,7 @@ class Record:
         return (noted["size"], noted["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
 
     def has_everything(self, root: Path) -> bool:
-        return self.is_complete and all(self.vouches_for(path, root / path) for path in self.files)
+        return self.is_complete and all(self.is_unchanged(path, root / path) for path in self.files)
 
 
 def fill(root: Path, wanted: Record, list_files: ListFiles, policy: Policy, twins: Iterable[Path] = ()) -> int:
@@ -205,7 +206,7 @@ class _Run:
         return how
 
     def _obtain(self, file: RemoteFile, target: Path) -> str:
-        if not self.policy.rehash and self.record.vouches_for(file.path, target, file.digest):
+        if not self.policy.rehash and self.record.is_unchanged(file.path, target, file.digest):
             return "already here"
         if target.is_file() and has_digest(target, file.digest):
             return "already here, verified again"
@@ -222,7 +223,7 @@ class _Run:
         edited, so a hard link is safe."""
         if not file.path.endswith(".safetensors"):
             return None
-        twins = (dir for dir, record in self._twins if record.vouches_for(file.path, dir / file.path, file.digest))
+        twins = (dir for dir, record in self._twins if record.is_unchanged(file.path, dir / file.path, file.digest))
         return next(twins, None)
 
     def _link_twin(self, file: RemoteFile, target: Path) -> Path | None:

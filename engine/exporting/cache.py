@@ -47,7 +47,7 @@ def export_cached(checkpoint_dir: Path, cache_dir: Path, options: ExportOptions,
             if out_dir.exists():
                 report(f"{out_dir} is damaged, and is made anew")
                 out_dir.rename(cache_dir / f".{name}.damaged.partial")
-            _remove_left_overs(cache_dir, name)
+            _remove_leftovers(cache_dir, name)
             export(checkpoint_dir, out_dir, options, report)
     return out_dir
 
@@ -56,7 +56,7 @@ def _is_made(out_dir: Path, options: ExportOptions) -> bool:
     return is_complete(out_dir) and is_exported(out_dir, options.ranks)
 
 
-def _remove_left_overs(cache_dir: Path, name: str) -> None:
+def _remove_leftovers(cache_dir: Path, name: str) -> None:
     """Remove partial exports of killed processes: those of this export, whose lock is held, and old ones of others."""
     for path in cache_dir.glob(".*.partial"):
         if path.name.startswith(f".{name}.") or path.lstat().st_mtime < time.time() - LEFT_OVER_AFTER_S:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from os import WIFSIGNALED, WTERMSIG
 
-from engine.errors import EngineUnavailable, Overloaded, RequestError, literally
+from engine.errors import EngineUnavailable, Overloaded, RequestError, escape_braces
 from engine.grammars.compile_budget import CompileBudget
 from engine.grammars.matcher import CompiledGrammar
 from engine.grammars.processes import Exit
@@ -181,7 +181,7 @@ class GrammarCompiler:
         cpu_s, grammar.process.cpu_s = grammar.process.cpu_s, 0.0
         self._budget.charge(grammar.owner, cpu_s)
         if error:
-            refusal = Refusal(f"The `{{field}}` cannot be compiled: {literally(brief(error, grammar.source))}")
+            refusal = Refusal(f"The `{{field}}` cannot be compiled: {escape_braces(brief(error, grammar.source))}")
             self._refusals.add(grammar.source, refusal)
             self.refuse(grammar, refusal.error)
             return

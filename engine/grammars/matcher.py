@@ -11,7 +11,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from engine.core.types import Grammar, Request
-from engine.errors import InvalidRequest, RequestError, literally
+from engine.errors import InvalidRequest, RequestError, escape_braces
 from engine.grammars.processes import WorkerProcess
 from engine.grammars.worker import Followed, Mask
 from engine.text.compile_errors import brief
@@ -83,7 +83,7 @@ class Pool(Protocol):
 
     def note_growth(self, matcher: Matcher) -> None: ...
 
-    def settle(self) -> None: ...
+    def advance_workers(self) -> None: ...
 
 
 class Matcher:
@@ -110,12 +110,12 @@ class Matcher:
 
     @property
     def error(self) -> RequestError | None:
-        self._pool.settle()
+        self._pool.advance_workers()
         return self.failure
 
     @property
     def is_complete(self) -> bool:
-        self._pool.settle()
+        self._pool.advance_workers()
         return self.failure is None and self._is_complete
 
     @property
@@ -126,7 +126,7 @@ class Matcher:
         self._pool.note_growth(self)
 
     def forced(self) -> Sequence[int]:
-        self._pool.settle()
+        self._pool.advance_workers()
         return () if self.grammar.is_slow else self._forced[:MAX_FORCED]
 
     def opened_by(self, process: WorkerProcess) -> tuple[int, Sequence[int], Sequence[int]]:
@@ -153,7 +153,7 @@ class Matcher:
 
     def note_error(self, error: str) -> None:
         if error and self.failure is None:
-            text = f"The `{{field}}` cannot be followed any further: {literally(brief(error, self.grammar.source))}"
+            text = f"The `{{field}}` cannot be followed any further: {escape_braces(brief(error, self.grammar.source))}"
             self.fail(InvalidRequest(text, field=self.field))
 
     def fail(self, error: RequestError) -> None:

@@ -93,7 +93,7 @@ class GrammarPool:
         self._workers.end_hung(self._compiler.wall_limit_s)
         self._compiler.start_next()
 
-    def settle(self) -> None:
+    def advance_workers(self) -> None:
         """Tell the workers of new tokens, and wait for what follows from them."""
         if not self._grown:
             return
@@ -110,7 +110,7 @@ class GrammarPool:
             self._mark_late(grammar, sent[grammar])
 
     def note_growth(self, matcher: Matcher) -> None:
-        """Tell its worker with the next call of `settle`."""
+        """Tell its worker with the next call of `advance_workers`."""
         matcher.mask = NO_MASK
         self._grown.append(matcher)
 

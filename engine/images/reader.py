@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
-from engine.errors import ConfigError, InvalidRequest, literally
+from engine.errors import ConfigError, InvalidRequest, escape_braces
 from engine.images.fetch import ImageDownloader
 from engine.images.pool import ImageWorkerPool, PreparedImage
 from engine.images.processor import CONFIG, ImageError, ImageProcessor
@@ -75,7 +75,8 @@ class ImageReader:
         try:
             own.with_limits(**limits)
         except ImageError as error:
-            raise _of_kwargs(f"The `{{field}}` cannot be kept: {literally(str(error))}", value=str(limits)) from None
+            text = f"The `{{field}}` cannot be kept: {escape_braces(str(error))}"
+            raise _of_kwargs(text, value=str(limits)) from None
         return limits["min_pixels"], limits["max_pixels"]
 
     def read(self, part: ImagePart, limits: Limits) -> PreparedImage:
@@ -84,7 +85,7 @@ class ImageReader:
             data = self._data(part.url)
             return self._prepared(data, self._with_detail(part.detail, limits))
         except ImageError as error:
-            raise part.error(literally(str(error))) from None
+            raise part.error(escape_braces(str(error))) from None
 
     def close(self) -> None:
         """End the worker processes."""

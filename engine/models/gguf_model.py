@@ -92,7 +92,7 @@ def _read(paths: list[Path]) -> tuple[dict[str, Any], dict[str, StoredTensor], M
         if arch in MIXTURES and (found := EXPERTS.fullmatch(name)):
             named |= _experts(f"model.layers.{found[1]}.mlp.experts", f"{found[2]}_proj.weight", tensor)
         elif name != ROPE_FACTORS:
-            named[_name(arch, name)] = _undone(arch, keys, tensor)
+            named[_name(arch, name)] = _as_transformers(arch, keys, tensor)
     return keys, named, metadata
 
 
@@ -164,7 +164,7 @@ def _name(arch: str, name: str) -> str:
     return f"model.layers.{found[1]}.{names[found[2]]}.{found[3]}"
 
 
-def _undone(arch: str, keys: Mapping[str, Any], tensor: GgufTensor) -> GgufTensor:
+def _as_transformers(arch: str, keys: Mapping[str, Any], tensor: GgufTensor) -> GgufTensor:
     """Return a tensor as transformers has it."""
     if arch.startswith("gemma") and tensor.name.endswith("norm.weight"):
         return replace(tensor, offset=-1.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import wire
-from engine.errors import InvalidRequest, UnknownModel, literally
+from engine.errors import InvalidRequest, UnknownModel, escape_braces
 from engine.models.adapters import CONFIG, WEIGHTS, Adapter, AdapterError, checked
 from engine.settings.config import Config
 from engine.settings.processes import LORAS_FILE
@@ -115,7 +115,7 @@ class LoraRegistry:
         try:
             return self._checked(path)
         except AdapterError as error:
-            raise InvalidRequest(literally(str(error)), field="lora_path") from None
+            raise InvalidRequest(escape_braces(str(error)), field="lora_path") from None
 
     def _checked(self, path: Path) -> Adapter:
         return checked(path, self._graph_dir, self._config.max_lora_rank)

@@ -313,8 +313,8 @@ class Service:
                 self._shared.flush()
 
     def _release(self, reply: Reply) -> None:
-        """Close the books of a reply. Called just before its final response, so that a client can reuse the req_id as
-        soon as it has received that."""
+        """Release and record a reply that ends. Called just before its final response, so that a client can reuse the
+        req_id as soon as it has received that."""
         reply.cancel_all()  # no effect unless it ends early, by a stop string or a cancellation
         reply.drop_images()
         if self._tracer:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from engine.errors import InvalidRequest, literally
+from engine.errors import InvalidRequest, escape_braces
 
 A_RULE_OF_EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
@@ -29,7 +29,7 @@ def lark_of_grammar(field: str, grammar: str) -> str:
     try:
         return gbnf_to_lark(grammar)
     except Exception as error:  # llguidance raises several types
-        raise InvalidRequest(f"The `{{field}}` cannot be read: {literally(str(error))}", field=field) from None
+        raise InvalidRequest(f"The `{{field}}` cannot be read: {escape_braces(str(error))}", field=field) from None
 
 
 def one_of(texts: Sequence[str]) -> str:

@@ -113,7 +113,7 @@ def native_json(answer: Answer, names: Mapping[str, str] | None = None) -> bytes
         return JSON_ENCODER.encode([answer.fields()]).encode()
     fields = answer.fields()
     if answer.error.cause:
-        fields["error_msg"] = answer.error.worded(names or {})
+        fields["error_msg"] = answer.error.message(names or {})
         fields["error_template"] = answer.error.text  # for protocols with other field names
     # The text may quote the output of a chat template with a lone surrogate.
     return JSON_ENCODER.encode(fields).encode(errors="replace")

@@ -46,7 +46,7 @@ class AnthropicProtocol(OpenAIProtocol):
 
     def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
         kind = TYPES.get(error.code, "invalid_request_error" if error.code < 500 else "api_error")
-        message = error.worded(context.exchange.names if context.exchange else self.names)
+        message = error.message(context.exchange.names if context.exchange else self.names)
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def error_event(self, error: RequestError, context: RequestContext) -> bytes:

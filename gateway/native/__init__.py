@@ -43,7 +43,7 @@ class NativeProtocol:
     def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
         if isinstance(context.exchange, NativeExchange):
             failure = context.exchange.failure(error, context.req_id).fields()
-            failure["error_msg"] = error.worded(context.exchange.names)
+            failure["error_msg"] = error.message(context.exchange.names)
         else:
             failure = wire.Failure(error, context.req_id).fields()
         return {**failure, "result": ""}

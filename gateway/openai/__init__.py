@@ -56,7 +56,7 @@ class OpenAIProtocol:
         if param is None and isinstance(error, InvalidRequest):
             param = names.get("text")  # the model's refusals are about the prompt: all else was checked here
         fields = {
-            "message": error.worded(names),
+            "message": error.message(names),
             "type": TYPES.get(error.code, "invalid_request_error" if error.code < 500 else "server_error"),
             "param": param,
             "code": "context_length_exceeded" if isinstance(error, PromptTooLong) else error.kind,

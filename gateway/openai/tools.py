@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import wire
-from engine.errors import InvalidRequest, literally
+from engine.errors import InvalidRequest, escape_braces
 from gateway.openai.output_syntax import FORMATS, OutputSyntax, ToolCallFormat
 from gateway.openai.unsupported_fields import refuse_more
 
@@ -179,7 +179,7 @@ def _arguments(function: Mapping[str, Any], is_strict: bool, place: str = "[]") 
     try:
         return wire.within("tools", f"{place}.function.parameters", check, _parameters(function))
     except InvalidRequest as error:
-        named = f"Function {literally(wire.shown(function['name']))}: {error.text}"
+        named = f"Function {escape_braces(wire.shown(function['name']))}: {error.text}"
         raise InvalidRequest(named, **error.cause) from None
 
 

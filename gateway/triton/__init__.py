@@ -73,7 +73,7 @@ class TritonGenerateProtocol:
         return GenerateExchange(native.requests, stream, native.timeout_s, False, None, names=native.names)
 
     def error(self, error: RequestError, context: RequestContext) -> dict[str, Any]:
-        return {"error": error.worded(context.exchange.names if context.exchange else {})}
+        return {"error": error.message(context.exchange.names if context.exchange else {})}
 
     def error_event(self, error: RequestError, context: RequestContext) -> bytes:
         return b"data: " + dump(self.error(error, context)) + b"\n\n"

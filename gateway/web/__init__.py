@@ -50,7 +50,7 @@ def _read(path: Path) -> StaticFile:
 FILES = {path.name: _read(path) for path in Path(__file__).parent.iterdir() if path.suffix in TYPES}
 
 
-def is_for_people(request: web.Request) -> bool:
+def is_for_browser(request: web.Request) -> bool:
     """Return True if a browser asks for `/`; programs get JSON there."""
     return request.path == "/" and "text/html" in request.headers.get("Accept", "")
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.core.types import Batch
-from engine.errors import InvalidRequest, literally
+from engine.errors import InvalidRequest, escape_braces
 from engine.executors.cpu.program import large_pages
 from engine.graph import Graph
 from engine.models.adapters import Adapter, AdapterError, most_bytes, network_of, read_pairs
@@ -61,7 +61,7 @@ class CpuAdapters:
         try:
             pairs = [pair for pair in read_pairs(adapter, self._network, self._max_rank) if pair.b.size]
         except AdapterError as error:
-            raise InvalidRequest(literally(str(error)), field="lora_name") from None
+            raise InvalidRequest(escape_braces(str(error)), field="lora_name") from None
         pairs.sort(key=lambda pair: (self._call_of[pair.parameter], pair.first))
         sizes = [-(-array.size // ALIGNED) * ALIGNED for pair in pairs for array in (pair.a, pair.b)]
         memory = large_pages(4 * sum(sizes)).view(np.float32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.types import Batch
-from engine.errors import ConfigError, InvalidRequest, literally
+from engine.errors import ConfigError, InvalidRequest, escape_braces
 from engine.executors.cuda.program import GROUPS, LOGIT_GROUPS
 from engine.models.adapters import Adapter, AdapterError, network_of, read_pairs
 from engine.models.layers import Linear
@@ -53,7 +53,7 @@ class CudaAdapters:
         try:
             pairs = read_pairs(adapter, self._network, self._max_rank)
         except AdapterError as error:
-            raise InvalidRequest(literally(str(error)), field="lora_name") from None
+            raise InvalidRequest(escape_braces(str(error)), field="lora_name") from None
         slot = min(set(range(self._num_slots)) - set(self._slot_of.values()))
         for layer in self.layers.values():
             layer.a[slot] = 0

@@ -30,7 +30,7 @@ import msgspec
 from engine.core.executor import Executor, Step
 from engine.core.spans import PromptSpan
 from engine.core.types import Arrival, Batch, Copy, PromptOutputSpec, Row, Sampling, StepOutput, Swaps
-from engine.errors import ConfigError, InvalidRequest, SetupError, literally
+from engine.errors import ConfigError, InvalidRequest, SetupError, escape_braces
 from engine.executors.device_executor import DeviceExecutor
 from engine.executors.distributed.blocks import BlocksOfRanks
 from engine.executors.distributed.draft_graph import DraftGraphOfRanks, ServedDraftGraph
@@ -94,7 +94,7 @@ class RanksExecutor:
         troubles += [unpack(other.recv_bytes())[0] for other in self._others]
         if trouble := next(filter(None, troubles), ""):
             self.drop_adapter(adapter[0])
-            raise InvalidRequest(literally(trouble), field="lora_name")
+            raise InvalidRequest(escape_braces(trouble), field="lora_name")
 
     def drop_adapter(self, adapter_id: str) -> None:
         self._tell(pack(DROP, adapter_id))

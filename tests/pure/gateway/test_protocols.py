@@ -65,7 +65,7 @@ class Telegrams:
         return TelegramExchange([request], {"max_dec_len": "words"}, body.get("live", False))
 
     def error(self, error, call):
-        return {"undeliverable": error.worded(call.exchange.names if call.exchange else {})}
+        return {"undeliverable": error.message(call.exchange.names if call.exchange else {})}
 
     def error_event(self, error, call):
         return json.dumps(self.error(error, call)).encode()

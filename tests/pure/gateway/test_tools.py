@@ -314,7 +314,7 @@ def test_an_error_in_a_schema_that_the_library_finds_names_the_function_and_no_r
     wrong = {"type": "function", "function": {"name": 'a "b"', "parameters": {"type": "objekt"}}}
     ask(backend, tools=[TIME, wrong], tool_choice="required")
     guided.run(a_request("a", "guided_grammar", backend.bodies[0]["guided_grammar"]))
-    assert guided.errors["a"].worded({"guided_grammar": "tools"}) == (
+    assert guided.errors["a"].message({"guided_grammar": "tools"}) == (
         'The `tools` cannot be compiled: function "a \\"b\\"": Invalid type: objekt'
     )
 

@@ -153,7 +153,7 @@ def test_an_answer_of_some_tokens_that_goes_on_has_no_other(guided):
     guided.run(a_request("a", "allowed_token_ids", [65, 70], token_ids=[70, 65], max_new_tokens=10, forks=1))
     assert set(guided.token_ids["a"]) | set(guided.token_ids["a-"]) == {65, 70}
     guided.run(a_request("b", "allowed_token_ids", [65, 70], token_ids=[66]))
-    assert "`answer_ids` do not have the form that `allowed_token_ids` asks for" in guided.errors["b"].worded({})
+    assert "`answer_ids` do not have the form that `allowed_token_ids` asks for" in guided.errors["b"].message({})
 
 
 def test_structures_are_kept_in_free_text(guided, tokenizer):
@@ -353,7 +353,7 @@ def test_a_grammar_that_becomes_too_complex_during_decoding_is_refused_by_name(g
     error = guided.errors["a"]
     assert (type(error), error.field) == (InvalidRequest, "guided_grammar")
     assert str(error).startswith("The `guided_grammar` cannot be followed any further: Parser Error: ")
-    assert error.worded({"guided_grammar": "tools"}).startswith("The `tools` cannot")
+    assert error.message({"guided_grammar": "tools"}).startswith("The `tools` cannot")
 
 
 @pytest.mark.parametrize("name", ["T", "r"])

@@ -82,7 +82,7 @@ def test_a_refusal_names_the_part(reader, url, message):
     error = refusal(reader, url)
     assert str(error).startswith(f"The `messages[3].content[1].image_url` {message}")
     assert error.field == "messages"
-    assert error.worded({"messages": "input"}).startswith("The `input[3].content[1].image_url`")
+    assert error.message({"messages": "input"}).startswith("The `input[3].content[1].image_url`")
 
 
 def test_an_image_is_downloaded_only_where_a_setting_allows_it(reader, model):

@@ -224,9 +224,9 @@ def test_one_message_says_what_is_cached_although_more_is_computed_later():
     jobs, request = PrefillJobs(scheduler), Request("0", LONG[:100], 100, FEW)
     scheduler.add(request)
     keys, _ = scheduler.longest_prefix(request)
-    answerer = SimpleNamespace(ready=lambda job, indices: found.append(list(indices)))
+    listener = SimpleNamespace(ready=lambda job, indices: found.append(list(indices)))
     for num_known in (0, 4, 6):
-        jobs.begin(PrefillJob(f"job {num_known}", None, keys, answerer))
+        jobs.begin(PrefillJob(f"job {num_known}", None, keys, listener))
         jobs.poll()
         assert found.pop() == list(range(num_known))
         if batch := scheduler.next_batch():

@@ -453,10 +453,10 @@ def test_no_request_is_preempted_while_blocks_are_held_for_one_that_waits_for_a_
 def test_blocks_are_announced_when_the_step_that_writes_them_has_ended():
     """The second chunk is launched ahead of the end of the first, and its blocks can be found from then on."""
     ready, scheduler, computed = [], a_scheduler(), []
-    answerer = SimpleNamespace(ready=lambda job, indices: ready.append(list(indices)))
+    listener = SimpleNamespace(ready=lambda job, indices: ready.append(list(indices)))
     jobs = PrefillJobs(scheduler, on_first_prompt=lambda: computed.append(jobs.num_computed))
     request = prefill_request("long", LONG[:129], "", ("", 0))
-    jobs.begin(PrefillJob("long", request, scheduler.longest_prefix(request)[0], answerer))
+    jobs.begin(PrefillJob("long", request, scheduler.longest_prefix(request)[0], listener))
     jobs.poll()
     for _ in range(2):
         assert scheduler.next_batch()

@@ -285,7 +285,7 @@ def test_several_problems_have_the_field_names_of_the_protocol():
     with pytest.raises(InvalidRequest) as caught:
         parsed(use_beam_search=True, frequency_penalty=1, topp="{topp}", min_tokens=-1, messages=[{"role": "{n}"}])
     names = {"frequency_score": "frequency_penalty", "topp": "top_p", "min_dec_len": "min_tokens", "n": "N"}
-    message = caught.value.worded(names)
+    message = caught.value.message(names)
     for part in (
         "The `frequency_penalty` cannot be combined with `use_beam_search`",
         '"{topp}"',

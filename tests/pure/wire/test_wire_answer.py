@@ -147,13 +147,13 @@ def test_an_error_is_worded_with_the_names_that_its_client_knows():
     error = InvalidRequest("{field} {value} exceeds {max_dec_len} {limit}", field="min_dec_len", value=1.5, limit=1.0)
     assert str(error) == "min_dec_len 1.5 exceeds max_dec_len 1"
     names = {"min_dec_len": "min_tokens", "max_dec_len": "max_tokens"}
-    assert error.worded(names) == "min_tokens 1.5 exceeds max_tokens 1"
+    assert error.message(names) == "min_tokens 1.5 exceeds max_tokens 1"
     assert str(queue_full(4, 3)) == "4 requests are waiting, at most MAX_CACHED_TASK_NUM(3) may"
 
 
 def test_text_of_a_client_stays_unchanged_in_an_error_message():
     quoted = InvalidRequest("{field} is {value}", field="text", value="{max_dec_len} {0} {")
-    assert quoted.worded({"max_dec_len": "max_tokens"}) == "text is {max_dec_len} {0} {"
+    assert quoted.message({"max_dec_len": "max_tokens"}) == "text is {max_dec_len} {0} {"
     assert str(InvalidRequest("{field} {0} {")) == "{field} {0} {"
     blamed = ChatTemplateError("refused: {field} {0} {").blaming("messages")
     assert (type(blamed), str(blamed), blamed.field) == (ChatTemplateError, "refused: {field} {0} {", "messages")
