@@ -146,7 +146,7 @@ class Overloaded(RequestError):
 
 
 class Cancelled(RequestError):
-    """The client left, or somebody has aborted its request."""
+    """The client has disconnected, or the request was aborted."""
 
     kind = "cancelled"
     code = 499

@@ -182,7 +182,7 @@ class RunDir:
         partial.touch(0o600)
         try:
             partial.write_text(text)
-        except OSError as error:  # that of a full disk names no file
+        except OSError as error:  # an error of a full disk names no file
             raise OSError(error.errno, error.strerror, str(partial)) from None
         partial.replace(self.path / name)
 

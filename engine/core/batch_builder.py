@@ -48,7 +48,7 @@ class BatchBuilder:
             elif request.num_new_tokens + 1 < request.sampling.max_new_tokens:
                 token_ids = [PENDING]  # the previous step still samples its last token
             else:
-                continue  # which is the last one
+                continue  # that token is the last one of the answer
             last = start + request.num_unverified  # at most
             if last >= cache.num_writable and (request.slot < 0 or not self._queue.allocate_or_preempt(request)):
                 continue  # it was preempted

@@ -66,7 +66,7 @@ class ImageQueue:
         self._embeddings: dict[bytes, bytes] = {}  # by content hash, least recently used first
         self._waiting: deque[Request] = deque()
         self._span: PromptSpan | None = None  # is being encoded
-        self._part: Future[EncodedPart] | None = None  # that was launched
+        self._part: Future[EncodedPart] | None = None  # the launched one
 
     @property
     def is_busy(self) -> bool:

@@ -180,7 +180,7 @@ class KVCacheManager:
         are allocated now if that leaves every running request one."""
         pool, next_end = self.pool, request.num_computed + request.num_unverified + 1
         end = min(next_end + num_drafts, request.max_len)
-        if self._has_states:  # which are kept at a position that is known
+        if self._has_states:  # states are kept at a position that is known
             end = min(end, next_end + MAX_REJECTED, self._next_snapshot(request, next_end - 1))
             num_drafts = end - next_end
         if end > (num_writable := request.cache.num_writable):

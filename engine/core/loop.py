@@ -285,7 +285,7 @@ class EngineLoop:
 
     def _check_when_idle(self) -> None:
         num_holders = (self.remote.num_open if self.remote else 0) + (self.jobs.num_open if self.jobs else 0)
-        if self.is_idle and not num_holders:  # which hold blocks without a request
+        if self.is_idle and not num_holders:  # they hold blocks without a request
             self.scheduler.check()
 
 

@@ -28,7 +28,7 @@ class Denied(DownloadError):
 class Temporary(DownloadError):
     """Worth another try: a lost connection, a busy server."""
 
-    wait_s = 0.0  # that the server asks for before it
+    wait_s = 0.0  # time that the server asks for before a retry
 
 
 class Corrupt(Temporary):

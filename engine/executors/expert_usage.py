@@ -21,7 +21,7 @@ from engine.models.weights import experts_of_rank
 log = logging.getLogger(__name__)
 
 NO_ORDERS: Mapping[str, Sequence[int]] = MappingProxyType({})
-MIN_TOKENS = 10_000  # that have chosen, for the counts to be written
+MIN_TOKENS = 10_000  # counts of fewer tokens are not written
 
 
 class RoutedLayer(NamedTuple):

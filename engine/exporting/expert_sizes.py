@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 class ExpertSizes(NamedTuple):
     """Experts of one rank."""
 
-    num_layers: int  # that have experts
+    num_layers: int  # layers that have experts
     num_experts: int  # of a layer
     num_bytes: int  # of the matrices of all of them, without scales
 

@@ -67,7 +67,7 @@ class ExportOptions:
     block_size: int = 64  # tokens a KV block
     max_seq_len: int | None = None  # None: what the model was made for
     num_ranks: int = 1  # each with its own graph
-    ranks: tuple[int, ...] = ()  # that are written, those of one machine; none: all
+    ranks: tuple[int, ...] = ()  # ranks to write, those of one machine; none: all
     int8_cache: bool = False  # keys and values as int8 instead
     load_format: str = "auto"  # dummy: only the graph, made from config.json; the executor draws random weights
     hf_overrides: str = ""  # a JSON object: what config.json says instead

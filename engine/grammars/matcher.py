@@ -35,7 +35,7 @@ class CompiledGrammar:
     memory_bytes: int = 0
     used_at: float = 0.0  # when an answer was last seen to follow it
     num_losses: int = 0  # workers that ended for no reason of its own, since the last that did something
-    openings: list[Opening] = field(default_factory=list)  # that the worker has not replied to yet
+    openings: list[Opening] = field(default_factory=list)  # those that the worker has not replied to yet
     matchers: WeakSet[Matcher] = field(default_factory=WeakSet)
     num_late_steps: int = 0  # in which it is not waited for
     has_low_priority: bool = False
@@ -103,7 +103,7 @@ class Matcher:
         self._token_ids, self._num_sent = request.token_ids, request.prompt_len
         self._prompt_len = request.prompt_len
         self._pool = pool
-        self._process: WorkerProcess | None = None  # that knows it
+        self._process: WorkerProcess | None = None  # the one that knows it
         self._is_complete = False
         self._forced: Sequence[int] = ()
         grammar.matchers.add(self)

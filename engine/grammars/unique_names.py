@@ -25,7 +25,7 @@ class TokensOfNames:
     def __init__(self, tokens: Sequence[bytes]):
         self.tokens = tokens
         self.closing: defaultdict[bytes, list[int]] = defaultdict(list)  # by their text up to the first quote
-        self.with_name: list[int] = []  # that hold a whole string
+        self.with_name: list[int] = []  # ids of tokens that hold a whole string
         for token_id, token in enumerate(tokens):
             if QUOTE in token:
                 self.closing[token[: token.index(QUOTE)]].append(token_id)
@@ -51,7 +51,7 @@ class NameReader:
     """Reads the JSON of one answer as it is written, and knows the names of the objects that are open."""
 
     def __init__(self, grammar: str = ""):
-        self.name: bytes | None = None  # that is being written, as far as it is
+        self.name: bytes | None = None  # the beginning of the name that is being written
         self.is_escaping = False
         self._open: list[OpenObject | None] = []  # None: an array
         self._is_in_text = False

@@ -18,7 +18,7 @@ from engine.models.gguf import Gguf, GgufTensor
 from engine.models.stored_tensors import StoredTensor
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
-MIXTURES = {"qwen3moe": "qwen3_moe"}  # whose layers have experts
+MIXTURES = {"qwen3moe": "qwen3_moe"}  # architectures whose layers have experts
 MODEL_TYPES |= MIXTURES
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 OUTSIDE = {TABLE: "model.embed_tokens.weight", HEAD: "lm_head.weight", "output_norm.weight": "model.norm.weight"}

@@ -73,7 +73,7 @@ ERNIE = MtpLayout(
     "model.mtp_emb_norm.0",
     "model.mtp_hidden_norm.0",
     "model.mtp_linear_proj.0",
-    "model.norm",  # that of the model itself
+    "model.norm",  # the norm of the model itself
     has_mixture=False,
 )
 QWEN = MtpLayout(

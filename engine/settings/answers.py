@@ -19,7 +19,7 @@ REASONING_SYNONYMS = {  # other names of the first two are SGLang's and vLLM's
     **dict.fromkeys(OF_ERNIE, "ernie"),
 }
 TOOL_CALL_SYNONYMS = {
-    **dict.fromkeys(("ernie", *OF_ERNIE), "hermes"),  # which is how its models write them
+    **dict.fromkeys(("ernie", *OF_ERNIE), "hermes"),  # its models write them like this
     **dict.fromkeys(("qwen", "qwen25"), "hermes"),  # SGLang's names, as "llama3" and "deepseekv3" are
     "llama3": "llama3_json",
     **dict.fromkeys(("deepseekv3", "deepseekv31", "deepseek_v3", "deepseek_v31"), "deepseek"),

@@ -25,7 +25,7 @@ class Owner:
     name: str = ""  # empty: the anonymous owner
     max_requests: int | None = None  # at once
     tokens_per_minute: int | None = None  # of prompts and answers
-    priority: int = 0  # that their requests begin with; lower is earlier
+    priority: int = 0  # of its requests; lower is earlier
     # What the owner uses at other replicas: open requests, and tokens as `OwnerUsage.num_recent_tokens` counts them
     num_open_elsewhere: int = 0
     num_tokens_elsewhere: float = 0.0

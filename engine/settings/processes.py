@@ -22,7 +22,7 @@ ENGINE_PROGRESS_FILE = "engine.progress"
 ENGINE_SUSPECT_FILE = "engine.suspect"
 EXPERT_USAGE_FILE = "engine.expert_usage.json"  # engine.executors.expert_usage
 STOPPING_FILE = "stopping"  # engine.settings.stopping
-LORAS_FILE = "loras.json"  # which adapters the Triton model has, for the one after it
+LORAS_FILE = "loras.json"  # adapters of the Triton model, for its successor
 # There, too: the sockets; that of tritonserver in its folder, which is made anew at every start.
 ENGINE_SOCKET = "engine.sock"
 TRITON_FOLDER, TRITON_SOCKET, TRITON_PAGE = ".triton", "grpc:1", "page"

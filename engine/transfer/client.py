@@ -38,7 +38,7 @@ class PulledBlocks:
     write_block: Callable[[int, bytes | memoryview], None]
     block_bytes: int  # of all ranks
     identity: Mapping[str, str]  # see `ServedBlocks`
-    device: DeviceBlocks | None = None  # that copies blocks from other instances
+    device: DeviceBlocks | None = None  # copies blocks from other instances
     needs_device: bool = False  # refuse prefill instances whose blocks `device` cannot copy
     layout: BlockLayout | None = None  # of the blocks here; only if prefill instances may have another number of ranks
     transfer: str = CUDA_IPC  # how `device` gets blocks; NIXL: it has `FetchedBlocks`
@@ -149,7 +149,7 @@ class _Instance:
         self._is_shared = False  # its caches are open here
         self._layout: BlockLayout | None = None  # of its blocks
         self._writer: asyncio.StreamWriter | None = None
-        self._problem = ""  # that was logged last
+        self._problem = ""  # the one that was logged last
         self._fetches: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:

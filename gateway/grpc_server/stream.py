@@ -42,7 +42,7 @@ class StreamContext:
 
     connections: TritonConnections
     ready: CachedHealthCheck  # checks whether the model answers
-    served: ServedModel  # which model is served
+    served: ServedModel  # says which model is served
     body_memory: BodyMemoryBudget
     max_body_bytes: int
     replicated: Backend | None = None  # all replicas of the model, if there are others

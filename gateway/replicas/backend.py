@@ -134,7 +134,7 @@ class _PlacedRequest:
         self._chosen = replicas.local.arithmetic  # of the last replica
         self._full: list[Replica] = []  # replicas
         self._num_losses = 0
-        self.stopped: Replica | None = None  # that has handed the request over
+        self.stopped: Replica | None = None  # the replica that has handed the request over
         self._error: RequestError = EngineUnavailable("no replica of the model is ready; retry later")
         self._may_be_known = self._is_resumed
         self._deadline = asyncio.get_running_loop().time() + min(timeout_s, RESTART_WITHIN_S)

@@ -17,7 +17,7 @@ from engine.wire import is_image_part
 PIECE_CHARS = 256  # characters of the prompt in one key: about the 64 tokens of a block, the unit of the prefix cache
 MAX_KEYS = 2048  # of one prompt
 CHARS_PER_TOKEN = 4  # a usual ratio; only the order of the scores depends on it
-IMAGE_CHARS = 4096  # that count for an image, about 1000 tokens
+IMAGE_CHARS = 4096  # an image counts like so many characters, about 1000 tokens
 SESSION_CHARS, PREFIX_CHARS = 4096, 1024  # of a prompt that is not a chat
 NUM_BY_SESSION, NUM_BY_PREFIX = 2, 8  # candidates
 # A request that is forwarded passes a second gateway, which takes processor time for each of its tokens. So the server

@@ -79,7 +79,7 @@ class CpuExecutor:
         max_blocks = -(-model.max_seq_len // self.block_size)
         self._slots = Slots(config.batch_size, max_blocks, self.block_size, model.vocab_size, self.cache_groups, spans)
         self.states: np.ndarray | None = None  # f32 [tokens, H] of the last step, until the next, if the graph has them
-        self.num_steps = 0  # that have ended
+        self.num_steps = 0  # steps that have ended
         self.thread = ThreadPoolExecutor(1, "step")  # speculative decoding drafts in it, too
         has_tower = self._is_first and config.enable_mm and VISION_GRAPH in model.graphs
         self.vision = CpuVisionEncoder(graph_dir, membership.rank, self.thread) if has_tower else None

@@ -46,7 +46,7 @@ DRAFT_MODES = GREEDY, SamplingMode(True, True, True)  # without and with rows th
 class DraftSizes(NamedTuple):
     """Bounds of the runs of a draft model."""
 
-    max_rows: int  # that sample
+    max_rows: int  # rows that sample
     max_drafts: int  # of a row in one run
     max_blocks: int  # of a row in its block table
 

@@ -18,7 +18,7 @@ from engine.executors.image_inputs import ImageInputs
 from engine.models.vision import EMBEDDINGS, PATCHES, SEGMENT_ENDS, WINDOW_ENDS
 from engine.ops.cuda.vision import QueryTiles, query_tiles
 
-PIXELS, TOKENS = "pixels", "tokens"  # that are sent, but no inputs of the tower
+PIXELS, TOKENS = "pixels", "tokens"  # arrays that are sent, but are no inputs of the tower
 FEW = 1, 2  # tokens in each direction of the small images for which other kernels are compiled
 
 
@@ -33,7 +33,7 @@ class CudaVisionEncoder:
         self.check = images.check
         self._thread, self._uploads = ThreadPoolExecutor(1, "vision"), Uploads(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.num_bytes = 0  # that an image takes beside the parameters
+        self.num_bytes = 0  # memory of an image beside the parameters
         self._span: PromptSpan | None = None
 
     def begin(self, span: PromptSpan) -> None:

@@ -24,7 +24,7 @@ class Proposer(ABC):
     """
 
     method: str  # name of SPECULATE_METHOD
-    block_bytes = 0  # that it needs in addition for each block of the KV cache
+    block_bytes = 0  # additional bytes of each block of the KV cache
     invested_s = 0.0  # the part of the last `propose` whose time is not a cost of this step
 
     def allocate(self, num_blocks: int) -> None:  # noqa: B027 - a lookup has no caches

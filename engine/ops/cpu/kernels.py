@@ -15,7 +15,7 @@ from engine.ops.cpu.library import Counts, CSampling
 from engine.ops.sampling_rows import ROW, SampledRows, SamplingRows
 
 F32, BF16, I32, U32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.uint32)
-BF16_OPS = ("linear", "expert_gate_up", "expert_down")  # which have a weight of floats
+BF16_OPS = ("linear", "expert_gate_up", "expert_down")  # ops that have a weight of floats
 PACKED_AT_ONCE, WHOLE_PANELS = 1 << 24, 64  # bytes, and rows, a multiple of every panel's
 PANEL = 32  # rows of a weight that are packed side by side
 

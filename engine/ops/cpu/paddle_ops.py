@@ -20,7 +20,7 @@ def register_paddle_ops() -> SimpleNamespace:
     """
     library = build.library(build.PADDLE_OPS)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no ccache: we do not compile with this module
+        warnings.simplefilter("ignore")  # a warning that there is no ccache: this module compiles nothing
         from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
 
     load_op_meta_info_and_register_op(str(library))

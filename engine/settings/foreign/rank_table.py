@@ -11,7 +11,7 @@ from engine.settings.foreign.row import RANK_TABLE, OptionRow, ignored, refused
 from engine.settings.rank_tables import GLOBAL, LOCAL, PORTS, Deployment, read_deployment
 
 TOOL = "it is an option of pd_ranktable_tools.py"
-OPEN_PORTS = {PREFILL: "engine_worker_queue_port", DECODE: "service_grpc_port"}  # which other instances connect to
+OPEN_PORTS = {PREFILL: "engine_worker_queue_port", DECODE: "service_grpc_port"}  # other instances connect to these
 
 
 def settings_of_tables(environ: Mapping[str, str]) -> dict[str, str]:
