@@ -60,6 +60,7 @@ class ResponsesExchange(ContentBlockExchange):
         repeated |= {
             "text": REPEATED_FIELDS["text"] | repeated["text"],
             "parallel_tool_calls": bool(repeated["parallel_tool_calls"]),
+            "store": bool(repeated["store"] or repeated["background"]),
         }
         about = {"object": "response", "created_at": identity.created_at}
         self._about = {**about, "model": completion.model, **CONSTANT_FIELDS, **repeated}

@@ -39,9 +39,13 @@ def parse(body: Json, model_name: str, syntax: OutputSyntax, before: Sequence[Js
     `before` are the messages that `input` continues. Raise InvalidRequest, by the chat's names of the fields.
     """
     body = {name: value for name, value in body.items() if value is not None}
-    is_background, is_stored = (check_bool(name, body.get(name, False)) for name in ("background", "store"))
+    is_background = check_bool("background", body.get("background", False))
+    is_stored = check_bool("store", body.get("store", is_background))
+    if is_background and not is_stored:
+        text = "`{field}` is {value}, but a `background` response is always stored"
+        raise InvalidRequest(text, field="store", value="false")
     exchange = exchange_of(body, chat_of(body, before), ResponseIdentity(), model_name, syntax)
-    if is_stored or is_background:
+    if is_stored:
         exchange.store(body, is_background)
     return exchange
 

@@ -194,6 +194,7 @@ def test_the_tokens_of_an_input_can_be_counted():
     [
         ({"store": 5}, "store"),
         ({"background": "yes"}, "background"),
+        ({"background": True, "store": False}, "store"),
         ({"previous_response_id": [5]}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
@@ -272,7 +273,8 @@ def test_a_request_in_the_background_is_answered_with_what_there_is_of_it():
     backend.stored = [lambda: a_stored_response(backend, "queued")]
     with running(backend) as gateway, openai_client(gateway) as client:
         begun = client.responses.create(**ASKED, background=True, metadata={"a": "b"})
-        assert (begun.status, begun.output, begun.usage, begun.background) == ("queued", [], None, True)
+        assert (begun.status, begun.output, begun.usage) == ("queued", [], None)
+        assert (begun.background, begun.store) == (True, True)
         assert backend.bodies[0]["_store"]["is_background"] and begun.metadata == {"a": "b"}
         error = EngineUnavailable("the engine has crashed too often")
         backend.stored = [a_stored_response(backend, "failed", error=error)]
