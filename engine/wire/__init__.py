@@ -39,6 +39,7 @@ from engine.wire.request import (
     ABORT,
     CONTROL_KEYS,
     DETOKENIZE,
+    GATEWAY_KEYS,
     METRICS,
     PROBE,
     PROBE_PAYLOAD,
@@ -50,6 +51,7 @@ from engine.wire.request import (
     only_object,
     parse_request,
     req_id_of,
+    without_gateway_keys,
 )
 from engine.wire.schema import schema_of
 from engine.wire.shared_answers import SHARE, SHARED, SharedAnswers, read_shared, shared_of, write_shared

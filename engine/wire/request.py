@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from engine.wire.fields import FIELDS
 from engine.wire.images import ImagePart, take_images
 from engine.wire.loras import LORA_FIELDS
 from engine.wire.owner import OWNER
-from engine.wire.shared_answers import SHARE
+from engine.wire.shared_answers import SHARE, SHARED
 from engine.wire.stored_response import STORE, STORED
 from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS, StructuredOutput
 
@@ -31,6 +32,9 @@ ABORT = (
 MAX_URGENT_BYTES = 16 << 10  # of a probe or an abort: a req_id, however escaped
 # A request with one of these fields is answered with a TokenizeResponse or a DetokenizeResponse.
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
+GATEWAY_KEYS = (SHARE, SHARED, STORE, STORED, OWNER)  # only gateways may set these
+# Text that may contain GATEWAY_KEYS: their names, escaped letters, and the null bytes of UTF-16 and UTF-32.
+MAY_HAVE_GATEWAY_KEYS = re.compile(b"|".join([*(key.encode() for key in GATEWAY_KEYS), rb"\\u00[4-7]", rb"\0"]))
 # Keys of requests that do not generate text, and keys that only the gateway may set
 CONTROL_KEYS = (PROBE, ABORT, SHARE, TOKENIZE, DETOKENIZE, STORE, STORED, *LORA_FIELDS)
 MAX_KEYS = 1000  # fields of a request, including unknown ones
@@ -241,6 +245,15 @@ def only_object(payload: bytes | str) -> dict[str, Any]:
     if not isinstance(body[0], dict):
         raise InvalidRequest(f"the request must be a list with one object, its item is {kind_of(body[0])}")
     return check_keys(body[0])
+
+
+def without_gateway_keys(payload: bytes) -> bytes:
+    """Return the JSON text of a client without GATEWAY_KEYS. It is parsed only if it may contain some, because parsing
+    takes long. Raises InvalidRequest."""
+    if not MAY_HAVE_GATEWAY_KEYS.search(payload):
+        return payload
+    body = only_object(payload)
+    return json.dumps([{name: value for name, value in body.items() if name not in GATEWAY_KEYS}]).encode()
 
 
 def check_keys(body: dict[str, Any]) -> dict[str, Any]:

@@ -144,6 +144,7 @@ class InferStream:
         if len(payload) > limit:
             text = "The request has {value} bytes, at most MAX_BODY_BYTES({limit}) are taken"
             raise InvalidRequest(text, value=len(payload), limit=limit)
+        payload = wire.without_gateway_keys(payload)
         return rewritten(request, wire.payload_with_owner(payload, self.owner))
 
     async def _answer(self, name: str, request: bytes, reservation: BodyMemoryReservation) -> None:

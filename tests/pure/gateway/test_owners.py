@@ -10,9 +10,10 @@ import pytest
 from engine import wire
 from engine.errors import InvalidRequest, Overloaded
 from engine.wire import ModelState, Owner
+from engine.wire.triton import request_of
 from server_scripts.probe import Probe
 from tests.pure.gateway_fake import FakeBackend, running
-from tests.pure.inference_fake import PATIENCE_S, FakeTriton, a_client, a_request, answers, serving
+from tests.pure.inference_fake import PATIENCE_S, FakeTriton, a_client, a_request, answers, said, serving
 
 CHAT, NATIVE = "/v1/chat/completions", {"text": "hi"}
 OPENAI = {"messages": [{"role": "user", "content": "hi"}], "model": "m"}
@@ -75,6 +76,22 @@ def test_over_grpc_a_request_cannot_claim_another_owner(given):
         body = wire.only_object(wire.payload_with_owner(given, owner))
         assert wire.owner_of(body) == owner
         assert body.get("text") == wire.only_object(given).get("text")
+
+
+@pytest.mark.parametrize("key", wire.GATEWAY_KEYS)
+def test_over_grpc_a_client_cannot_send_what_only_gateways_may(tmp_path, key):
+    texts = [json.dumps({"text": "h\u00ef", key: {"about": {}}}).encode(encoding) for encoding in ("utf-8", "utf-16")]
+    texts.append(texts[0].replace(key.encode(), b"\\u005f" + key[1:].encode()))
+    triton = FakeTriton(said("a"))
+
+    async def scenario():
+        async with serving(tmp_path, triton) as (_, port), a_client(port) as stub:
+            await answers(stub.ModelStreamInfer(iter([request_of(text) for text in texts])))
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+    sent = [wire.only_object(request.raw_input_contents[0][4:]) for request in triton.requests]
+    assert all(wire.owner_of(body) == Owner() and body.pop(wire.OWNER) for body in sent)  # the gateway's own
+    assert sent == [{"text": "h\u00ef"}] * len(texts)
 
 
 @pytest.mark.parametrize("given", [b"", b"[]", b"{", b"hi", b"\xff"])
