@@ -118,6 +118,7 @@ def change(model_name: str, report: Reporter) -> int:
 def report_sizes(model_name: str, report: Callable[[str], None]) -> int:
     """Print the memory that the model needs and whether it fits. Return 0 if it does, else 1."""
     from server_scripts.dry_run import dry_run  # imported late, because it imports numpy
+    from server_scripts.model_source import find_source
     from server_scripts.ports import wrong_hosts
 
     config = Config.from_env()
@@ -126,7 +127,7 @@ def report_sizes(model_name: str, report: Callable[[str], None]) -> int:
     if wrong := wrong_hosts(config):
         raise ConfigError("\n".join(wrong))
     report_useless_variables(report)
-    lines, fits = dry_run(config, Path(model_name or config.model_dir))
+    lines, fits = dry_run(config, find_source(config, model_name, report).path)
     print("\n".join(lines))
     return 0 if fits else 1
 

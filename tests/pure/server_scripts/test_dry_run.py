@@ -14,6 +14,7 @@ from engine.models.families import read_model
 from engine.settings.config import Config
 from server_scripts import dry_run as dry_run_module
 from server_scripts.dry_run import dry_run
+from server_scripts.model_source import ModelUnavailable
 from server_scripts.start import report_sizes
 from tests import family_checkpoints
 from tests.lora_adapters import make_adapter
@@ -148,6 +149,16 @@ def test_the_command_prints_the_report_and_refuses_a_model_that_has_to_be_fetche
     assert capsys.readouterr().out.startswith("model     qwen2: float32, ranks: 1, device: cpu\nweights ")
     with pytest.raises(ConfigError, match="needs a folder of this disk .*, org/model is none"):
         report_sizes("org/model", notes.append)
+
+
+def test_a_report_on_what_is_no_model_says_so_as_a_start_does(tmp_path, monkeypatch):
+    file = tmp_path / "README.md"
+    file.touch()
+    with pytest.raises(ModelUnavailable, match=r"README.md, which is a file but no .gguf file"):
+        report_sizes(str(file), print)
+    monkeypatch.setenv("MODEL_DIR", str(tmp_path))
+    with pytest.raises(ModelUnavailable, match=r"MODEL_DIR is .*, which has no config.json"):
+        report_sizes("", print)
 
 
 def test_adapters_and_addresses_that_a_start_would_refuse_are_refused(checkpoint, tmp_path, monkeypatch, capsys):
