@@ -72,7 +72,7 @@ class BeamDriver:
     def _prepare(self, request: Request) -> _Search:
         sampling, max_batch = request.sampling, self._scheduler.limits.max_batch
         if sampling.num_beams > max_batch:
-            text = "The `{field}` is {value}, the server computes {limit} answers at once"
+            text = "The `{field}` is {value}, the server computes {limit} answers at once (BATCH_SIZE)"
             raise InvalidRequest(text, field="best_of", value=sampling.num_beams, limit=max_batch)
         num_answers = 1 + len(request.forks)
         for index in range(num_answers, sampling.num_beams):

@@ -183,7 +183,7 @@ def test_a_search_is_preempted_and_computed_again_before_those_that_wait():
 
 def test_more_beams_than_the_server_computes_at_once_are_refused():
     loop = EngineLoop(Opinions(64, 4), 64, Config(batch_size=4))
-    with pytest.raises(InvalidRequest, match="The `best_of` is 5, the server computes 4 answers at once"):
+    with pytest.raises(InvalidRequest, match="The `best_of` is 5, the server computes 4 answers at once .BATCH_SIZE."):
         loop.add(a_search("a", [5], 5))
 
 
