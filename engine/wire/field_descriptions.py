@@ -59,7 +59,8 @@ FIELD_DESCRIPTIONS = {
     "text_pair": "with `pooling` `score`: the text that is scored together with `text`",
     "truncate_prompt_tokens": "of a longer prompt only so many tokens are read, the last ones; -1: as many as fit "
     "beside the answer that is asked for (`max_dec_len`, else one token; of one that may be reduced half of the "
-    "context at most), `MAX_SEQ_LEN` at most",
+    "context at most), `MAX_SEQ_LEN` at most. A text with more bytes than `MAX_SEQ_LEN` of the longest tokens is "
+    "refused all the same",
     "guided_json": ("a JSON schema, as an object or a text: [the answer](#structured-output) is JSON that it allows"),
     "guided_regex": "a regular expression that the whole answer matches",
     "guided_choice": "a list of up to 4096 texts: the answer is one of them",
