@@ -20,10 +20,10 @@ def with_owner(body: dict[str, Any], owner: Owner) -> dict[str, Any]:
 
 
 def payload_with_owner(payload: bytes, owner: Owner) -> bytes:
-    """Return the JSON text `payload` with this owner, without parsing it. Of duplicate names JSON parsers keep the
-    last, so the owner is inserted before the last brace. A text that continues after this brace is no valid request."""
-    place, may_say = payload.rfind(b"}"), OWNER.encode() in payload or b"\\u" in payload
-    if place < 0 or (not owner.name and not may_say):
+    """Return the JSON text `payload` of a request without OWNER in UTF-8 with this owner, without parsing it. The owner
+    is inserted before the last brace. A text that continues after this brace is no valid request."""
+    place = payload.rfind(b"}")
+    if place < 0 or not owner.name:
         return payload
     comma = b"" if payload[:place].rstrip().endswith(b"{") else b","
     return payload[:place] + comma + f'"{OWNER}":{json.dumps(asdict(owner))}'.encode() + payload[place:]
@@ -34,4 +34,4 @@ def owner_of(body: dict[str, Any]) -> Owner:
     try:
         return Owner(**body.get(OWNER, {}))
     except TypeError:
-        raise InvalidRequest("The `{field}` is the gateway's to say", field=OWNER) from None
+        raise InvalidRequest("Only gateways may set `{field}`", field=OWNER) from None

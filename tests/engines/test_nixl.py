@@ -94,11 +94,13 @@ def tcp_blocks(monkeypatch):
 
 
 def before_fetch(monkeypatch, number, act):
-    """Call `act` before the read of this number begins. Return a list that gets its state after it has begun."""
+    """Call `act` when the reads before the one of this number have ended. Return a list that gets the state of that one
+    after it has begun."""
     fetch, states = NixlBlocks.fetch, []
 
     def act_and_fetch(self, count, peer, moves):
         if count == number:
+            wait_until(lambda: "PROC" not in map(self._agent.check_xfer_state, self._handles.values()))
             act()
         fetch(self, count, peer, moves)
         if count == number:

@@ -292,8 +292,7 @@ def test_preempted_answers_are_the_same(tokenizer):
         guided.run(*(a_request(f"{seed}", "guided_json", schema, seed=seed, max_new_tokens=150) for seed in range(12)))
         return {name: guided.text(name) for name in guided.ends}, guided.loop.stats()["num_preemptions"]
 
-    alone, num_preemptions = answers(4096)
-    assert num_preemptions == 0
+    alone, _ = answers(4096)
     cramped, num_preemptions = answers(20)
     assert num_preemptions > 0
     assert cramped == alone
