@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.config import read_decoder
+from engine.models.config import layer_windows, read_decoder
 from engine.models.config_fields import whole_number
 from engine.models.mixture_config import qwen_mixture
-from engine.models.qwen2 import Qwen2, upper_windows
+from engine.models.qwen2 import Qwen2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,5 +24,13 @@ class Qwen2Moe(Qwen2):
             shared_size=whole_number(keys, "shared_expert_intermediate_size", 5632),
             shared_gate="shared_expert_gate",
         )
-        own = {"qkv_bias": bool(keys.get("qkv_bias", True)), "windows": upper_windows(keys), "mixture": mixture}
+        own = {"qkv_bias": bool(keys.get("qkv_bias", True)), "windows": _windows(keys), "mixture": mixture}
         return read_decoder(cls, keys, own)
+
+
+def _windows(keys: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the window of each layer in tokens, 0 for full attention. Unlike in Qwen2, every other layer below
+    max_window_layers has one, as in transformers."""
+    num_layers = 0 if keys.get("max_window_layers") == 0 else whole_number(keys, "max_window_layers", 28)
+    has_windows = bool(keys.get("use_sliding_window"))
+    return layer_windows(keys, lambda layer: has_windows and layer < num_layers and layer % 2 == 0)

@@ -12,6 +12,7 @@ from engine.models.weights import Shard, weights_of
 from tests.checkpoints import COMMON, FAMILIES, tensor_list
 from tests.family_checkpoints import ALL, config_of
 
+QWEN2_MOE = {**ALL["qwen2_moe"], "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 99}
 YARN = {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 
 
@@ -129,6 +130,10 @@ def test_unsupported_values_are_refused_by_key_and_value(family, overrides, mess
         ("qwen3", {"sliding_window": 99, "layer_types": ["sliding_attention", *["full_attention"] * 2]}, (99, 0, 0)),
         ("gemma2", {"sliding_window": 99, "hidden_act": "absent"}, (99, 0)),
         ("ministral", {"sliding_window": 99}, (99, 99)),
+        ("qwen2_moe", {**QWEN2_MOE, "max_window_layers": 2}, (99, 0, 0)),
+        ("qwen2_moe", {**QWEN2_MOE, "max_window_layers": 3}, (99, 0, 99)),
+        ("qwen2_moe", {**QWEN2_MOE, "max_window_layers": 0}, (0, 0, 0)),
+        ("qwen2_moe", {**QWEN2_MOE, "use_sliding_window": False}, (0, 0, 0)),
         ("dots1", {**ALL["dots1"], "sliding_window": 99, "max_window_layers": 0}, (99, 99, 99)),
     ],
 )
