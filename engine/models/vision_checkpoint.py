@@ -63,7 +63,8 @@ def text_part(keys: Mapping[str, Any]) -> dict[str, Any]:
     found = text.get("model_type", known[0])
     if found not in known:
         raise ModelError(f"config.json: text_config.model_type is {found!r}, supported is {' or '.join(known)}")
-    return {**outer, **text, "model_type": found}
+    tied = {name: outer[name] for name in ("tie_word_embeddings",) if name in outer}  # decides, as in transformers 5
+    return {**outer, **text, **tied, "model_type": found}
 
 
 def with_tower(

@@ -55,6 +55,14 @@ def test_the_language_model_is_served_where_the_tower_is_not_known(outer, family
         read_model({**config, "text_config": {**text, "model_type": "llama"}})
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_whole_model_says_whether_its_embeddings_are_tied(is_tied):
+    """transformers 5 writes the key for the language model, too, but does not use it."""
+    text = {**config_of("mistral_window"), "tie_word_embeddings": not is_tied}
+    config = {"model_type": "mistral3", "tie_word_embeddings": is_tied, "text_config": text}
+    assert read_model(config).tied_embeddings == is_tied
+
+
 @pytest.mark.parametrize(("full_layers", "window"), [([1, 3], 2), ([0, 1, 2, 3], 0), ([3, 2, 1, 0, 9], 0)])
 def test_a_tower_whose_layers_all_attend_to_the_whole_image_has_no_windows(full_layers, window):
     config = config_of("qwen2_5_vl")
