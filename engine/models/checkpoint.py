@@ -102,10 +102,16 @@ class Checkpoint:
                 self._check(part)
                 read.add(part.tensor)
         unread = self._tensors.keys() - read
-        left = sorted(name for name in unread if not name.endswith(NOT_READ))
+        left = sorted(name for name in unread if not name.endswith(NOT_READ) and not self._is_zero_bias(name))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(f"the checkpoint has tensor {left[0]}{more}, for which this model type has no place")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Return whether a tensor is a bias of zeros of a quantized layer. AutoGPTQ writes one for each layer, also
+        where the model has none."""
+        layer, _, end = name.rpartition(".")
+        return end == "bias" and self._quantized(f"{layer}.weight") is not None and not self._tensors[name][:].any()
 
     @cached_property
     def quantized(self) -> dict[str, QuantizedMatrix]:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from engine.models.config_fields import ModelError
+from engine.models.config_fields import ModelError, an_object
 from engine.models.quantize import Codes
 from engine.models.quantized_tensors import KEY, WIDER, Quantization, Tensors, group_of, need, unpack
 
 ENDS = ("qweight", "qzeros", "scales")
 
 
-def gptq(config: Mapping[str, Any]) -> Quantization:
-    """Return the quantization of a GPTQ checkpoint. Raises ModelError if it is not supported."""
+def gptq(config: Mapping[str, Any]) -> tuple[Quantization, ...]:
+    """Return the quantizations of a GPTQ checkpoint, those of single layers (`dynamic` of GPTQModel) first.
+
+    `dynamic` has options by patterns of names: `+:`, or no prefix, changes options of these layers, and the layers of
+    `-:` are not quantized, which their tensors show. Raises ModelError if a quantization is not supported.
+    """
+    dynamic = an_object(config, "dynamic")
+    named = {name.removeprefix("+:"): an_object(dynamic, name) for name in dynamic if not name.startswith("-:")}
+    of_layers = [replace(_gptq({**config, **own}), targets=(f"re:{pattern}",)) for pattern, own in named.items()]
+    return (*of_layers, _gptq(config))
+
+
+def _gptq(config: Mapping[str, Any]) -> Quantization:
     need(config, "gptq", bits=(4, 8), checkpoint_format=("gptq", "gptq_v2", None))
     bits, is_v2 = config["bits"], config.get("checkpoint_format") == "gptq_v2"
     middle, size = 1 << (bits - 1), config.get("group_size", 128)

@@ -97,7 +97,7 @@ def _fp8(config: Mapping[str, Any]) -> tuple[Quantization, ...]:
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[Quantization, ...]]] = {
     "compressed-tensors": compressed_tensors,
-    "gptq": lambda config: (gptq(config),),
+    "gptq": gptq,
     "awq": lambda config: (awq(config),),
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from engine.dtypes import from_bf16, from_fp8, to_bf16
 from engine.executors.cpu.program import CpuProgram, allocated
-from engine.exporting.export import ExportOptions, export
+from engine.exporting.export import ExportOptions, export, plan_of
 from engine.exporting.export_options import options_of
 from engine.exporting.manifest import Manifest
 from engine.graph import load
@@ -119,6 +119,42 @@ def test_gptq_of_8_bits_in_groups_gets_one_scale_per_row(tmp_path):
     assert quantization.format == "weight_only_int8" and quantization.inexact == "gptq of 8 bits in groups"
     stored, step = FORMATS["weight_only_int8"].store_codes(read)
     assert (np.abs(stored * step[:, None] - read.values()) <= 0.51 * step[:, None]).all()
+
+
+def test_options_of_single_layers_replace_those_of_a_gptq_checkpoint(tmp_path):
+    quantized, plain = make_quantized(tmp_path, "gptq of 32")
+    wide, left_out = "model.layers.1.mlp.down_proj.", "model.layers.0.self_attn.o_proj."
+    numbers = load_file(plain / "model.safetensors")
+    rng, shape = np.random.default_rng(0), numbers[f"{wide}weight"].shape
+    codes, zero = rng.integers(-127, 128, shape, np.int8), np.zeros((shape[0], 1), np.uint8)
+    scale = rng.uniform(0.001, 0.002, zero.shape).astype(np.float16).astype(np.float32)
+
+    def store(tensors):
+        tensors |= {f"{wide}{end}": array for end, array in gptq8(codes, scale, zero).items()}
+        for end in ("qweight", "qzeros", "scales", "g_idx"):
+            del tensors[left_out + end]
+        tensors[f"{left_out}weight"] = numbers[f"{left_out}weight"]
+
+    change_tensors(quantized, store)
+    of_layers = {r"-:.*\.0\.self_attn": {}, r"+:.*\.1\.mlp\.down": {"bits": 8, "group_size": -1}}
+    change_quantization(quantized, lambda config: config.update(dynamic=of_layers))
+    export(quantized, tmp_path / "out", ExportOptions("float32"))
+    found = load(tmp_path / "out")[1]
+    np.testing.assert_array_equal(found["layers.1.down_proj.weight"], codes)
+    gate_up = [numbers[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    np.testing.assert_allclose(numbers_of(found, "layers.1.gate_up_proj.weight"), np.concatenate(gate_up), rtol=2**-7)
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_biases_that_gptq_adds_where_a_model_has_none_are_left_out_if_they_are_zeros(value, tmp_path):
+    quantized, _ = make_quantized(tmp_path, "gptq")
+    bias = np.full(256, value, np.float16)
+    change_tensors(quantized, lambda tensors: tensors.update({"model.layers.1.mlp.down_proj.bias": bias}))
+    if not value:
+        assert plan_of(quantized, ExportOptions("float32"), print).checkpoint
+        return
+    with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.bias, for which this model type"):
+        plan_of(quantized, ExportOptions("float32"), print)
 
 
 @pytest.mark.parametrize("says", [{}, {"sym": True}])
