@@ -34,7 +34,15 @@ CONVERT = (
     'convert it with transformers and PyTorch if you trust it: python -c "from transformers import AutoModelForCausalLM'
     " as M; M.from_pretrained('{0}', torch_dtype='auto').save_pretrained('{0}')\""
 )
-NOT_READ = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # computed, and scales of KV caches
+NOT_READ = (  # computed, and scales of KV caches; compressed-tensors first called them output_scale
+    "rotary_emb.inv_freq",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".kv_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
 STORED_AT_ONCE = 1 << 24  # elements that are quantized together
 READ_AT_ONCE = 1 << 20  # elements; bounds the memory that reading needs in addition to the result
 

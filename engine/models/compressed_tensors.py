@@ -26,8 +26,12 @@ def compressed_tensors(config: Mapping[str, Any]) -> tuple[Quantization, ...]:
     """
     named = an_object(config, "config_groups")
     groups = [an_object(named, name) for name in named]
-    if not groups or config.get("sparsity_config"):
-        raise ModelError(f"config.json: {KEY}: config_groups must be given, and sparsity_config is not supported")
+    sparsity = an_object(config, "sparsity_config")
+    if not groups or sparsity.get("format", "dense") != "dense":  # dense: the zeros are stored like other numbers
+        raise ModelError(
+            f"config.json: {KEY}: config_groups must be given, and the format of sparsity_config is"
+            f" {sparsity.get('format')!r}, supported is 'dense'"
+        )
     found = [made for group in groups if (made := _group(group, str(group.get("format") or config.get("format"))))]
     return tuple(sorted(found, key=lambda each: "Linear" in each.targets))
 

@@ -18,7 +18,8 @@ from engine.models.weights import AxisShard
 
 FP8 = "F8_E4M3"  # as safetensors spells it; safetensors cannot convert it to numpy
 SCALES = ("_scale", "_scale_inv")  # suffixes of names; the numbers are multiplied by either kind of scale
-NOT_NEEDED = (".input_scale", ".input_scale_ub", ".input_zero_point")  # not used, since activations are not quantized
+# Not used, since activations are not quantized
+NOT_NEEDED = (".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale")
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,6 +33,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises ModelError if the two files contradict each other.
     """
     keys = read_json(directory / CONFIG)
+    if KEY not in keys and "compression_config" in keys:  # the name that compressed-tensors first gave the key
+        keys[KEY] = keys.pop("compression_config")
     if not (directory / FILE).exists():
         return keys
     found, known = _one_level(read_json(directory / FILE)), _one_level(an_object(keys, KEY))

@@ -354,6 +354,24 @@ def test_floats_of_eight_bits_can_stay_what_they_are(kind, tmp_path):
     assert found["layers.0.qkv_proj.weight"].dtype == np.uint16  # bf16
 
 
+@pytest.mark.parametrize("scale", ["mlp.down_proj.activation_scale", "self_attn.k_proj.output_scale"])
+def test_scales_of_activations_and_of_the_cache_are_left_out_by_all_their_names(scale, tmp_path):
+    """transformers and the first compressed-tensors have names of their own for them."""
+
+    def add(tensors):
+        tensors[f"model.layers.1.{scale}"] = np.ones((), np.float32)
+
+    quantized, _ = make_fp8(tmp_path, "a tensor", add)
+    assert plan_of(quantized, ExportOptions("float32"), print).checkpoint
+
+
+def test_a_quantization_is_also_read_by_the_first_name_of_its_key(tmp_path):
+    quantized, _ = make_quantized(tmp_path, "w4a16")
+    path = quantized / "config.json"
+    path.write_text(path.read_text().replace('"quantization_config"', '"compression_config"'))
+    assert plan_of(quantized, ExportOptions("float32"), print).manifest.weight_format == KINDS["w4a16"][2]
+
+
 def test_ranks_share_floats_of_eight_bits_with_their_scales(tmp_path):
     quantized, plain = make_fp8(tmp_path, "a row", family="ernie4_5")
     for checkpoint, quant_type in ((quantized, "weight_only_fp8"), (plain, "none")):
@@ -461,12 +479,20 @@ def test_floats_of_eight_bits_without_their_scales_are_refused(change, message, 
         (compressed(8, "int-quantized", symmetric=False), "symmetric of .* is False, supported is True"),
         (compressed(4, "pack-quantized", inputs=BY_TOKEN), "weights of 4 bits by 'group' with inputs"),
         (compressed(4, "marlin-24"), "format of compressed-tensors is 'marlin-24', supported is 'pack-quantized'"),
-        (compressed(8, "int-quantized") | {"sparsity_config": {"format": "dense"}}, "sparsity_config is not supported"),
+        (
+            compressed(8, "int-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "format of sparsity_config is 'sparse-24-bitmask', supported is 'dense'",
+        ),
     ],
 )
 def test_unsupported_configurations_are_refused_in_a_sentence(config, message):
     with pytest.raises(ModelError, match=message):
         read_quantization({"quantization_config": config})
+
+
+def test_zeros_that_are_stored_like_other_numbers_need_no_format_of_their_own():
+    config = compressed(8, "int-quantized") | {"sparsity_config": {"format": "dense", "global_sparsity": 0.14}}
+    assert [each.format for each in read_quantization({"quantization_config": config})] == ["weight_only_int8"]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
