@@ -110,6 +110,7 @@ def _experts(block: str, end: str, stack: GgufTensor) -> dict[str, GgufTensor]:
 def _config(arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     given = {key: metadata.get(f"{arch}.{name}") for key, name in KEYS.items()}
     keys: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    keys.setdefault("num_key_value_heads", keys["num_attention_heads"])  # only written if config.json had it
     keys |= {
         "model_type": MODEL_TYPES[arch],
         "vocab_size": tensors[TABLE].shape[0],

@@ -11,6 +11,7 @@ from engine.graph import load
 from engine.models.config_fields import ModelError
 from engine.models.gguf import Gguf, GgufCodes
 from engine.models.gguf_blocks import BLOCK_FORMATS
+from engine.models.gguf_model import read_gguf
 from engine.text.gguf_tokenizer import write_tokenizer
 from engine.text.tokenizer import Tokenizer
 from tests import checkpoints, family_checkpoints
@@ -138,11 +139,18 @@ def test_unsupported_files_are_refused(tmp_path):
         write_tokenizer(tokenizer_metadata(plain) | {"tokenizer.ggml.pre": "mpt"}, tmp_path)
 
 
+def test_a_model_has_as_many_key_heads_as_query_heads_if_its_file_does_not_say(tmp_path):
+    """llama.cpp writes no head_count_kv for checkpoints without num_key_value_heads, such as those of Llama 1."""
+    path = as_gguf(checkpoints.make_checkpoint(tmp_path / "plain", "llama", num_key_value_heads=4), "llama")
+    path.write_bytes(path.read_bytes().replace(b"llama.attention.head_count_kv", b"llama.attention.head_count_xx"))
+    assert read_gguf([path])[0]["num_key_value_heads"] == 4
+
+
 def test_metadata_of_wrong_types_are_refused(tmp_path):
     plain = checkpoints.make_checkpoint(tmp_path / "plain", "qwen3")
     with pytest.raises(TokenizerError, match="tokenizer of the GGUF file cannot be used: .* out of vocabulary"):
         write_tokenizer(tokenizer_metadata(plain) | {"tokenizer.ggml.merges": ["no such"]}, tmp_path)
     path = as_gguf(plain, "qwen3")
-    path.write_bytes(path.read_bytes().replace(b"qwen3.attention.head_count_kv", b"qwen3.attention.head_count_xx"))
-    with pytest.raises(ModelError, match="has metadata or tensors that cannot be used: KeyError.'num_key_value_heads'"):
+    path.write_bytes(path.read_bytes().replace(b"qwen3.attention.head_count", b"qwen3.attention.head_xxxxx"))
+    with pytest.raises(ModelError, match="has metadata or tensors that cannot be used: KeyError.'num_attention_heads'"):
         as_checkpoint(path, tmp_path / "cache")
