@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.core.cache_groups import table_name
-from engine.models.formats import FLOAT32, FORMATS, Format, expert_format
+from engine.models.formats import FLOAT32, FORMATS, Dense, Format, expert_format
 from engine.models.rope import Rope
 from engine.models.weights import AxisShard, Constant, Shard, TensorShard, Weight
 
@@ -94,7 +94,8 @@ class LayerScope:
         if self.prefix is not None:
             prefix = of_tensors = self.prefix
         made_of = tuple(TensorShard(f"{of_tensors}{tensor}", axes) for tensor, axes in parts)
-        own = self.shard.format_of([part.tensor for part in made_of])
+        is_quantized = not isinstance(format, Dense)  # else its op needs floats, also of a quantized tensor
+        own = self.shard.format_of([part.tensor for part in made_of]) if is_quantized else None
         return Weight(f"{prefix}{name}", made_of, own or format)
 
 

@@ -145,6 +145,18 @@ def test_options_of_single_layers_replace_those_of_a_gptq_checkpoint(tmp_path):
     np.testing.assert_allclose(numbers_of(found, "layers.1.gate_up_proj.weight"), np.concatenate(gate_up), rtol=2**-7)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantized_matrices_of_which_an_op_needs_floats_become_floats(dtype, tmp_path):
+    """Of latent attention, keys and values are made by parts of a matrix that AWQ and GPTQ quantize."""
+    sizes = {"kv_lora_rank": 64, "q_lora_rank": 64, "v_head_dim": 32, "moe_intermediate_size": 64}
+    quantized, plain = make_quantized(tmp_path, "awq of 32", "deepseek_v3", **sizes)
+    for name, checkpoint in (("found", quantized), ("wanted", plain)):
+        export(checkpoint, tmp_path / name, ExportOptions(dtype))
+    found, wanted = (load(tmp_path / name)[1] for name in ("found", "wanted"))
+    for name in ("layers.0.key_weight", "layers.2.value_weight"):
+        np.testing.assert_array_equal(found[name], wanted[name])
+
+
 @pytest.mark.parametrize("value", [0, 1])
 def test_biases_that_gptq_adds_where_a_model_has_none_are_left_out_if_they_are_zeros(value, tmp_path):
     quantized, _ = make_quantized(tmp_path, "gptq")
