@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.dtypes import FP8_BLOCK, FP8_VALUES
+from engine.dtypes import E8M0_VALUES, FP8_BLOCK, FP8_VALUES
 from engine.models.config_fields import ModelError
 from engine.models.stored_tensors import StoredTensor, slices
 from engine.models.weights import AxisShard
 
-FP8 = "F8_E4M3"  # as safetensors spells it; safetensors cannot convert it to numpy
+FP8, E8M0 = "F8_E4M3", "F8_E8M0"  # as safetensors spells them; safetensors cannot convert them to numpy
 SCALES = ("_scale", "_scale_inv")  # suffixes of names; the numbers are multiplied by either kind of scale
 # Not used, since activations are not quantized
 NOT_NEEDED = (".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale")
@@ -24,12 +24,13 @@ NOT_NEEDED = (".input_scale", ".input_scale_ub", ".input_zero_point", ".activati
 
 @dataclass(frozen=True, eq=False)
 class Fp8Tensor:
-    """A tensor of 8-bit floats, as bytes (uint8), without its scales."""
+    """A tensor of 8-bit floats, as bytes (uint8), without its scales; or scales that are powers of two (E8M0)."""
 
     numbers: np.ndarray
+    dtype: str = FP8
 
     def get_dtype(self) -> str:
-        return FP8
+        return self.dtype
 
     def get_shape(self) -> list[int]:
         return list(self.numbers.shape)
@@ -89,9 +90,10 @@ def fp8_bytes(path: Path) -> dict[str, StoredTensor]:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)  # null is valid, too
-    found = {name: each for name, each in header.items() if each["dtype"] == FP8}
+    found = {name: each for name, each in header.items() if each["dtype"] in (FP8, E8M0)}
+    starts = {name: 8 + size + each["data_offsets"][0] for name, each in found.items()}
     return {
-        name: Fp8Tensor(np.memmap(path, np.uint8, "r", 8 + size + each["data_offsets"][0], tuple(each["shape"])))
+        name: Fp8Tensor(np.memmap(path, np.uint8, "r", starts[name], tuple(each["shape"])), each["dtype"])
         for name, each in found.items()
     }
 
@@ -103,12 +105,16 @@ def with_fp8(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """
     made = dict(tensors)
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Fp8Tensor):
+        if not isinstance(tensor, Fp8Tensor) or tensor.dtype != FP8:
             continue
+        if tensor.numbers.ndim != 2:  # noqa: PLR2004 - rows and columns
+            raise ModelError(f"tensor {name} of 8-bit floats has shape {tensor.numbers.shape}, supported are matrices")
         scales = [f"{name}{end}" for end in SCALES if f"{name}{end}" in tensors]
         if not scales:
             raise ModelError(f"tensor {name} has 8-bit floats, but no {name}{SCALES[0]}")
-        made[name] = _scaled(name, tensor.numbers, np.asarray(made.pop(scales[0])[...], np.float32))
+        stored = made.pop(scales[0])
+        scale = E8M0_VALUES[stored[...]] if stored.get_dtype() == E8M0 else np.asarray(stored[...], np.float32)
+        made[name] = _scaled(name, tensor.numbers, scale)
         for end in NOT_NEEDED:
             made.pop(name.removesuffix(".weight") + end, None)
     return made

@@ -377,6 +377,35 @@ def test_scales_of_activations_and_of_the_cache_are_left_out_by_all_their_names(
     assert plan_of(quantized, ExportOptions("float32"), print).checkpoint
 
 
+def test_scales_of_8_bit_floats_may_be_stored_as_powers_of_two(tmp_path):
+    """A configuration with scale_fmt "ue8m0" may have them in their own dtype."""
+
+    def stored(tensors, as_bytes):
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            exponents = np.random.default_rng(0).integers(117, 122, tensors[name].shape, np.uint8)
+            scale = exponents.view(ml_dtypes.float8_e8m0fnu)
+            tensors[name] = scale if as_bytes else scale.astype(np.float32)
+
+    graphs = []
+    for as_bytes in (True, False):
+        folder = tmp_path / str(as_bytes)
+        quantized, _ = make_fp8(folder, "a block", lambda tensors, as_bytes=as_bytes: stored(tensors, as_bytes))
+        export(quantized, folder / "out", ExportOptions("float32"))
+        graphs.append(load(folder / "out")[1])
+    for name in MATRICES:
+        np.testing.assert_array_equal(graphs[0][name], graphs[1][name])
+
+
+def test_stacked_matrices_of_8_bit_floats_are_refused_by_their_name(tmp_path):
+    name = "model.layers.0.mlp.experts.down_proj"
+    stack = {name: np.zeros((2, 8, 8), ml_dtypes.float8_e4m3fn), f"{name}_scale_inv": np.ones((2, 1, 1), np.float32)}
+    quantized, _ = make_fp8(tmp_path, "a block", lambda tensors: tensors.update(stack))
+    with pytest.raises(
+        ModelError, match=rf"tensor {name} of 8-bit floats has shape \(2, 8, 8\), supported are matrices"
+    ):
+        export(quantized, tmp_path / "out", ExportOptions())
+
+
 def test_a_quantization_is_also_read_by_the_first_name_of_its_key(tmp_path):
     quantized, _ = make_quantized(tmp_path, "w4a16")
     path = quantized / "config.json"
