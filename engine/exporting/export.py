@@ -53,6 +53,7 @@ COPIED_FILES = (
     "added_tokens.json",
     "generation_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "preprocessor_config.json",
     "processor_config.json",
 )

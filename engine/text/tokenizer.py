@@ -146,7 +146,7 @@ def _load(directory: Path) -> Tokenizer:
     _honour_flags(backend, config, special)
     ids = read_json(directory / "config.json") | read_json(directory / "generation_config.json")
     sources = chat_templates(directory, config)
-    template = ChatTemplate(sources, special, chat_template_file(directory)) if sources else None
+    template = ChatTemplate(sources, special, chat_template_file(directory, config)) if sources else None
     return Tokenizer(backend, special, template, ids)
 
 

@@ -16,6 +16,7 @@ from engine.models import config_fields
 Json = Mapping[str, Any]
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TEMPLATE_FILE = "chat_template.jinja"
+PROCESSOR_TEMPLATE = "chat_template.json"  # of older models that read images; only used if there is no other template
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of added tokens
 
 
@@ -55,15 +56,17 @@ def _fields(token_id: int, token: Any) -> dict[str, Any]:
     return known
 
 
-def chat_template_file(directory: Path) -> Path:
-    """Return the path of the file that has the chat templates, if there are any."""
-    path = directory / TEMPLATE_FILE
-    return path if path.is_file() else directory / "tokenizer_config.json"
+def chat_template_file(directory: Path, config: Json) -> Path:
+    """Return the path of the file that has the chat templates, if there are any. `config` is tokenizer_config.json."""
+    names = (TEMPLATE_FILE, *(() if config.get("chat_template") else (PROCESSOR_TEMPLATE,)))
+    found = [path for name in names if (path := directory / name).is_file()]
+    return found[0] if found else directory / "tokenizer_config.json"
 
 
 def chat_templates(directory: Path, config: Json) -> dict[str, str]:
     """Return the chat templates by name. A separate file takes precedence over tokenizer_config.json."""
-    path = chat_template_file(directory)
+    path = chat_template_file(directory, config)
+    config = read_json(path) if path.name == PROCESSOR_TEMPLATE else config
     try:
         source = path.read_text(encoding="utf-8") if path.name == TEMPLATE_FILE else config.get("chat_template", "")
     except UnicodeDecodeError as error:

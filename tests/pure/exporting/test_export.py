@@ -86,10 +86,11 @@ def test_a_sliding_window_is_a_cache_group_where_prompts_can_be_longer(a_checkpo
     assert Manifest.read(tmp_path / "less").graph().cache_groups == (CacheGroup(),)
 
 
-def test_a_chat_template_file_goes_along(a_checkpoint, tmp_path, no_paddle):
-    (a_checkpoint / "chat_template.jinja").write_text("{{ messages }}")
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
+def test_a_chat_template_file_goes_along(name, a_checkpoint, tmp_path, no_paddle):
+    (a_checkpoint / name).write_text("{{ messages }}")
     export(a_checkpoint, tmp_path / "out", ExportOptions())
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (tmp_path / "out" / name).read_text() == "{{ messages }}"
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,16 @@ def test_templates_come_from_the_config_or_from_a_file_of_their_own(tmp_path):
     assert Tokenizer.load(tmp_path).render_chat(user("hi")) == "in a file"
 
 
+def test_a_template_of_a_processor_is_used_if_there_is_no_other(tmp_path):
+    a_model_dir(tmp_path, tokenizer_config={})
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of a processor"}', encoding="utf-8")
+    assert Tokenizer.load(tmp_path).render_chat(user("hi")) == "of a processor"
+    a_model_dir(tmp_path, tokenizer_config={"chat_template": "in the config"})
+    assert Tokenizer.load(tmp_path).render_chat(user("hi")) == "in the config"
+    (tmp_path / "chat_template.jinja").write_text("in a file", encoding="utf-8")
+    assert Tokenizer.load(tmp_path).render_chat(user("hi")) == "in a file"
+
+
 def golden_cases():
     """Return the cases that transformers has rendered, see tests/golden."""
     return json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
