@@ -20,7 +20,7 @@ from engine.models.config_fields import ModelError, read_json
 from engine.models.formats import QUANTIZED
 from engine.models.kv_cache import CacheSpec
 
-GRAPH_VERSION = 12  # raised whenever the same checkpoint exports to another graph or manifest
+GRAPH_VERSION = 13  # raised whenever the same checkpoint exports to another graph or manifest
 VERSION_KEY = "infer_model_graph_version"  # in config.json, of every version
 
 
