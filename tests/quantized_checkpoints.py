@@ -23,7 +23,9 @@ SIZES |= {"num_key_value_heads": 4, "head_dim": 32}
 
 
 def numbers_of(params: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the numbers that the codes of an exported matrix stand for."""
+    """Return the numbers of an exported matrix, or those that its codes stand for."""
+    if f"{name}_scale" not in params:
+        return params[name]
     codes, scale = params[name], params[f"{name}_scale"]
     if codes.dtype == np.int8:
         return codes * scale[:, None]

@@ -28,7 +28,18 @@ from engine.models.checkpoint import LM_HEAD, TABLE, Checkpoint, open_tensors
 from engine.models.config import DecoderConfig
 from engine.models.config_fields import ModelError, an_object, whole_number
 from engine.models.families import read_model
-from engine.models.formats import FORMATS, QUANTIZED, Format, Fp8, Mxfp4Experts, expert_format, format_of, with_zero
+from engine.models.formats import (
+    FORMATS,
+    QUANTIZED,
+    Format,
+    Fp8,
+    Int4,
+    Int8,
+    Mxfp4Experts,
+    expert_format,
+    format_of,
+    with_zero,
+)
 from engine.models.modelopt import check_stored, read_config
 from engine.models.mtp import with_mtp
 from engine.models.paddle_checkpoint import as_in_transformers
@@ -219,7 +230,8 @@ def _shards(
     first = Shard(weight_format, dtype, options.block_size, 0, options.num_ranks, int8_cache, formats)
     column_block = checkpoint.column_block if checkpoint else 1
     first = replace(first, expert_parallel=options.expert_parallel, column_block=column_block)
-    if checkpoint and (plain := checkpoint.plain(_weights_of_model(model, first))):
+    kinds = Fp8 | Int8 | Int4 if options.quant_type == "none" else Fp8  # else integers are what the operator asks for
+    if checkpoint and (plain := checkpoint.plain(_weights_of_model(model, first), kinds)):
         first = replace(first, formats=formats | dict.fromkeys(plain, FORMATS[dtype]))
     shards = [replace(first, rank=rank) for rank in options.ranks or range(options.num_ranks)]
     if checkpoint:

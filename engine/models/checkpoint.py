@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors needs
@@ -146,13 +147,13 @@ class Checkpoint:
         )
         return FP8_BLOCK if are_there else 1
 
-    def plain(self, weights: Iterable[Weight]) -> frozenset[str]:
-        """Return the tensors of weights in the format Fp8 that the checkpoint does not store as 8-bit floats.
+    def plain(self, weights: Iterable[Weight], kinds: type[Format] | UnionType) -> frozenset[str]:
+        """Return the tensors of weights in formats of these kinds that the checkpoint does not store quantized.
 
-        The result is empty if no tensor is stored as 8-bit floats: then the format is not a choice of the checkpoint.
+        The result is empty if none is stored quantized: then the format is not a choice of the checkpoint.
         """
-        names = {part.tensor for weight in weights if isinstance(weight.format, Fp8) for part in weight.parts}
-        plain = frozenset(names - self.fp8_matrices)
+        names = {part.tensor for weight in weights if isinstance(weight.format, kinds) for part in weight.parts}
+        plain = frozenset(names - self.fp8_matrices - self.quantized.keys())
         return plain if plain != names else frozenset()
 
     def stored(self, weight: Weight) -> tuple[np.ndarray, ...]:

@@ -66,7 +66,8 @@ def test_every_rank_has_the_numbers_of_the_checkpoint_and_one_computes_with_them
             np.testing.assert_allclose(numbers, wanted[name], rtol=2**-7, atol=1e-7, err_msg=name)
 
 
-def test_a_layer_that_is_left_out_of_the_quantization_is_quantized_here(tmp_path):
+@pytest.mark.parametrize(("quant_type", "most"), [("none", 0), ("weight_only_int4", 0.02)])
+def test_a_layer_that_the_checkpoint_leaves_out_is_quantized_only_if_quant_type_says_so(quant_type, most, tmp_path):
     quantized, plain = make_quantized(tmp_path, "awq")
     layer = "model.layers.0.self_attn.k_proj."
     wanted = load_file(plain / "model.safetensors")[f"{layer}weight"]
@@ -77,9 +78,10 @@ def test_a_layer_that_is_left_out_of_the_quantization_is_quantized_here(tmp_path
         tensors[f"{layer}weight"] = wanted
 
     change_tensors(quantized, leave_out)
-    export(quantized, tmp_path / "out", ExportOptions("float32"))
+    export(quantized, tmp_path / "out", ExportOptions("float32", quant_type))
     found = numbers_of(load(tmp_path / "out")[1], "layers.0.qkv_proj.weight")[256:384]
-    assert 0 < np.square(found - wanted).mean() < 0.02 * np.square(wanted).mean()
+    error = np.square(found - wanted).mean() / np.square(wanted).mean()
+    assert error == 0 if most == 0 else 0 < error < most
 
 
 def test_groups_in_another_order_are_requantized_to_8_bits(tmp_path):
@@ -147,7 +149,7 @@ def test_options_of_single_layers_replace_those_of_a_gptq_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantized_matrices_of_which_an_op_needs_floats_become_floats(dtype, tmp_path):
-    """Of latent attention, keys and values are made by parts of a matrix that AWQ and GPTQ quantize."""
+    """Keys and values of latent attention are made by parts of a matrix that AWQ and GPTQ quantize."""
     sizes = {"kv_lora_rank": 64, "q_lora_rank": 64, "v_head_dim": 32, "moe_intermediate_size": 64}
     quantized, plain = make_quantized(tmp_path, "awq of 32", "deepseek_v3", **sizes)
     for name, checkpoint in (("found", quantized), ("wanted", plain)):
