@@ -147,9 +147,9 @@ def _change(request, kind, *given):
 
 
 @st.composite
-def odd_messages(draw):
+def odd_messages(draw, body=TEXT):
     """Return the bytes of a request after one to three changes."""
-    request = request_of(TEXT)
+    request = request_of(body)
     tail = b""
     for kind, *given in draw(st.lists(st.one_of(*CHANGES), min_size=1, max_size=3)):
         tail += given[0] if kind == "bytes" else request.SerializeToString() if kind == "twice" else b""
