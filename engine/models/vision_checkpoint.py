@@ -63,8 +63,10 @@ def text_part(keys: Mapping[str, Any]) -> dict[str, Any]:
     found = text.get("model_type", known[0])
     if found not in known:
         raise ModelError(f"config.json: text_config.model_type is {found!r}, supported is {' or '.join(known)}")
-    tied = {name: outer[name] for name in ("tie_word_embeddings",) if name in outer}  # decides, as in transformers 5
-    return {**outer, **text, **tied, "model_type": found}
+    made = {**outer, **text, "model_type": found}
+    if "tie_word_embeddings" in outer:  # it decides, as in transformers 5
+        made["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    return made
 
 
 def with_tower(

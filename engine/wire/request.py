@@ -36,7 +36,7 @@ GATEWAY_KEYS = (SHARE, SHARED, STORE, STORED, OWNER)  # only gateways may set th
 # Text that may contain GATEWAY_KEYS: their names, escaped letters, and the null bytes of UTF-16 and UTF-32.
 MAY_HAVE_GATEWAY_KEYS = re.compile(b"|".join([*(key.encode() for key in GATEWAY_KEYS), rb"\\u00[4-7]", rb"\0"]))
 # Keys of requests that do not generate text, and keys that only the gateway may set
-CONTROL_KEYS = (PROBE, ABORT, SHARE, TOKENIZE, DETOKENIZE, STORE, STORED, *LORA_FIELDS)
+CONTROL_KEYS = (PROBE, ABORT, SHARE, SHARED, TOKENIZE, DETOKENIZE, STORE, STORED, *LORA_FIELDS)
 MAX_KEYS = 1000  # fields of a request, including unknown ones
 MAX_UNKNOWN_KEYS = 100  # unknown fields that are compared with ours for misspellings
 MAX_MISSPELT_LEN = 40  # characters; comparing longer keys takes long, and ours are shorter

@@ -46,11 +46,12 @@ def test_the_model_and_the_log_get_the_owner_of_a_request(body, path, caplog):
     assert "s3cre" not in caplog.text
 
 
-def test_without_api_keys_a_request_cannot_claim_an_owner():
+@pytest.mark.parametrize("key", wire.GATEWAY_KEYS)
+def test_over_http_a_client_cannot_send_what_only_gateways_may(key):
     backend = FakeBackend("a")
     with running(backend) as gateway:
-        gateway.post(CHAT, {**NATIVE, "_owner": {"name": "root"}})
-    assert "_owner" not in backend.bodies[0]
+        gateway.post(CHAT, {**NATIVE, key: {"name": "root"}})
+    assert key not in backend.bodies[0]
 
 
 def test_the_probe_of_a_start_has_a_key_of_the_file(path):
