@@ -121,12 +121,15 @@ def _sorted(ids: Tensor, num_experts: int) -> Order:
 @triton.jit
 def _inputs_at(at, k, width):
     """Return columns `k` of the rows that begin at `at`."""
-    return tl.load(at + k[None, :], mask=(k < width)[None, :], other=0).to(tl.float32)
+    return tl.load(at + k[None, :], mask=(k < width)[None, :], other=0)
 
 
 @triton.jit
 def _add_products(sums, rows, experts):
-    return tl.dot(rows, tl.trans(experts), sums, input_precision="tf32x3")
+    """Add the products of rows and experts, which are exact in float32 if both have the same type of 16 bits."""
+    if rows.dtype == experts.dtype and rows.dtype.primitive_bitwidth == 16:
+        return tl.dot(rows, tl.trans(experts), sums)
+    return tl.dot(rows.to(tl.float32), tl.trans(experts.to(tl.float32)), sums, input_precision="tf32x3")
 
 
 @kernel
@@ -155,13 +158,13 @@ def _logits(
         sums = _add_products(sums, _inputs_at(at_row, begin + 3 * DEPTH + k, width), experts_3)
     else:
         wait_for_inputs()
-        sums = tl.zeros([ROWS, EXPERTS], tl.float32)
-        for chunk in range(begin, tl.minimum(begin + length, width), CHUNK):
-            own = tl.zeros([ROWS, EXPERTS], tl.float32)
-            for start in range(chunk, chunk + CHUNK, DEPTH):
-                rows, experts = _inputs_at(at_row, start + k, width), _inputs_at(at_expert, start + k, width)
-                own = _add_products(own, rows, experts)
-            sums += own
+        sums, own = tl.zeros([ROWS, EXPERTS], tl.float32), tl.zeros([ROWS, EXPERTS], tl.float32)
+        end = begin + tl.cdiv(tl.minimum(length, width - begin), CHUNK) * CHUNK
+        for start in range(begin, end, DEPTH):  # one loop instead of two, whose loads would wait for each chunk
+            own = _add_products(own, _inputs_at(at_row, start + k, width), _inputs_at(at_expert, start + k, width))
+            is_chunk = (start + DEPTH) % CHUNK == 0
+            sums = tl.where(is_chunk, sums + own, sums)
+            own = tl.where(is_chunk, 0.0, own)
     is_out = (m < num_rows)[:, None] & (n < num_experts)[None, :]
     at = (part * num_rows + m).to(tl.int64)[:, None] * num_experts + n[None, :]
     tl.store(out + at, sums, mask=is_out)
