@@ -67,6 +67,16 @@ def test_drawn_weights_have_the_shapes_of_the_graph_and_the_constants_of_the_mod
     assert weights.num_bytes(graph) == sum(each.nbytes for each in params.values())
 
 
+def test_a_router_is_stored_in_16_bits_if_that_changes_none_of_its_values(exported, device):
+    graph, params = graphs.load(exported("qwen3_moe", "bfloat16"))
+    first, second = "layers.0.router.weight", "layers.2.router.weight"
+    rounded = dict(params) | {first: from_bf16(to_bf16(params[first])), second: params[second] + np.float32(2**-20)}
+    loaded = weights.load(graph, rounded, device)
+    assert (loaded[first].dtype, loaded[second].dtype) == (torch.bfloat16, torch.float32)
+    for name in (first, second):
+        assert np.array_equal(array(loaded[name].float()), rounded[name])
+
+
 def test_drawn_codes_of_4_bits_stand_for_numbers_around_zero(exported, device, monkeypatch):
     """Otherwise all activations would point in one direction, and all tokens would choose the same experts."""
     monkeypatch.setattr("engine.ops.cuda.packer", lambda op: None)

@@ -65,16 +65,29 @@ def test_routes_are_those_of_the_definition(device, case):
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="products of the interpreter are those of BLAS")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_has_the_same_routes_among_any_others(device, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "router"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+def test_a_token_has_the_same_routes_among_any_others(device, dtype, router):
     rng = np.random.default_rng(0)
-    x, weight = tensor(floats(rng, 1500, 700), device, dtype), tensor(floats(rng, 70, 700), device)
+    x, weight = tensor(floats(rng, 1500, 700), device, dtype), tensor(floats(rng, 70, 700), device, router)
     whole = cuda.moe_route(x, weight, **{**ROUTE, "top_k": 70})
     assert torch.equal(whole[0].sort().values[0].cpu(), torch.arange(70, dtype=torch.int32))
     for start, count in ((0, 1), (7, 64), (7, 65), (100, 1024), (400, 1025)):
         rows = slice(start, start + count)
         found = cuda.moe_route(x[rows].contiguous(), weight, **{**ROUTE, "top_k": 70})
         assert torch.equal(found[0], whole[0][rows]) and torch.equal(found[1], whole[1][rows])
+
+
+@pytest.mark.usefixtures("products_are_chains_of_sums")
+@pytest.mark.parametrize("num_rows", [1, 21] if IS_INTERPRETED else [1, 21, 70, 1100])
+def test_products_of_16_bits_give_the_logits_of_float32(device, num_rows):
+    rng = np.random.default_rng(0)
+    x = tensor(floats(rng, num_rows, 300), device, torch.bfloat16)
+    weight = tensor(floats(rng, 24, 300), device, torch.bfloat16)
+    expected = array(x.double().cpu() @ weight.double().cpu().t())
+    assert_close(array(routing._sums(x, weight).sum(0)), expected, 1e-5)
 
 
 def test_a_token_that_is_not_finite_has_experts_nevertheless(device):

@@ -42,7 +42,8 @@ def load(graph: Graph, params: Mapping[str, np.ndarray | GatheredRows], device: 
 
 def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Draw random matrices or codes and set norms to one, biases to zero. `constants` keep their values. What is drawn
-    for a parameter depends on its name only."""
+    for a parameter depends on its name only. Numbers of float32 are also numbers of bfloat16, as in released models.
+    """
     generator = torch.Generator(device)
     of_fp8 = [value for node in graph.nodes if node.op.endswith("_fp8") for value in node.inputs if value]
     floats = {value.id for value in of_fp8 if value.dtype == "uint8"}
@@ -68,7 +69,8 @@ def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device
         elif len(value.shape) == 1:
             tensors[name] = torch.full(value.shape, float("norm" in name), device=device)
         else:
-            tensors[name] = _empty(value, device).normal_(0, DRAWN_WIDTH, generator=generator)
+            numbers = _empty(value, device).normal_(0, DRAWN_WIDTH, generator=generator)
+            tensors[name] = numbers.to(torch.bfloat16).to(numbers.dtype)
     return _as_the_ops_want_them(graph, tensors)
 
 
@@ -108,7 +110,8 @@ class _Copy:
 
 
 def _as_the_ops_want_them(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Pack quantization codes, and convert biases of linear layers to the dtype of the product, as the ops expect."""
+    """Pack quantization codes, convert biases of linear layers to the dtype of the product, as the ops expect, and
+    store routers in bfloat16 if that changes no value, as in models that were released in bfloat16."""
     names = {value.id: name for name, value in graph.parameters.items()}
     for node in graph.nodes:
         if pack := cuda.packer(node.op):
@@ -119,6 +122,10 @@ def _as_the_ops_want_them(graph: Graph, tensors: dict[str, Tensor]) -> dict[str,
             weight = node.inputs[1]
             assert weight
             tensors[names[bias.id]] = tensors[names[bias.id]].to(_dtype(weight))
+        if node.op == "moe_route" and (router := node.inputs[1]):
+            weight_16 = tensors[names[router.id]].to(torch.bfloat16)
+            if torch.equal(weight_16.float(), tensors[names[router.id]]):
+                tensors[names[router.id]] = weight_16
     return tensors
 
 
