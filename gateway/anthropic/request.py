@@ -21,6 +21,7 @@ from gateway.openai.request import (
     check_string,
 )
 from gateway.openai.request import parse as parse_chat
+from gateway.openai.tools import check_function
 from gateway.openai.unsupported_fields import UNSUPPORTED_IN_BLOCKS, check_parts, refuse, refuse_any
 
 Json = dict[str, Any]
@@ -149,7 +150,7 @@ def _tool(tool: Json, place: str) -> Json:
     if tool.get("type", "custom") not in ("custom", None):
         text = f"`{{field}}{place}` must be of type `custom`, it is {{value}}"
         raise InvalidRequest(text, field="tools", value=wire.shown(tool))
-    name = wire.within("tools", f"{place}.name", check_string, tool.get("name"))
+    name = check_function(tool, place)
     schema = wire.within("tools", f"{place}.input_schema", check_object, tool.get("input_schema") or {})
     function = {"name": name, "parameters": schema}
     function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}

@@ -127,13 +127,21 @@ def _checked_tools(given: Any) -> list[dict[str, Any]]:
             text = f"`{{field}}[{at}]` must be of type `function`, it is {{value}}"
             raise InvalidRequest(text, field="tools", value=wire.shown(tool))
         function = wire.within("tools", f"[{at}].function", check_object, tool.get("function"))
-        name = wire.within("tools", f"[{at}].function.name", check_string, function.get("name"))
+        name = check_function(function, f"[{at}].function")
         _arguments(function, False, f"[{at}]")
         if name in names:
             text = "`{field}` has more than one with the name {value}: the arguments of a call could not be assigned"
             raise InvalidRequest(text, field="tools", value=wire.shown(name))
         names.add(name)
     return tools
+
+
+def check_function(function: Mapping[str, Any], place: str) -> str:
+    """Return the name of a function. `place` is its path in `tools`. Raise InvalidRequest."""
+    for key, check in (("description", check_string), ("strict", check_bool)):
+        if function.get(key) is not None:
+            wire.within("tools", f"{place}.{key}", check, function[key])
+    return wire.within("tools", f"{place}.name", check_string, function.get("name"))
 
 
 def _allowed(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:

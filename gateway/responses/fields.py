@@ -31,7 +31,11 @@ OWN_FIELDS: dict[str, Json] = {
     "text": {"type": "object", "description": "`format`: the form of the answer, as `response_format` in a chat"},
     "reasoning": {"type": "object", "description": "`effort`, as `reasoning_effort` in a chat"},
     "tool_choice": {"type": ["string", "object"], "description": "`none`, `auto`, `required` or the function to call"},
-    "metadata": {"type": "object", "description": "repeated in the response"},
+    "metadata": {
+        "type": "object",
+        "additionalProperties": {"type": "string"},
+        "description": "repeated in the response",
+    },
     "store": {"type": "boolean", "description": "the response can be retrieved and continued"},
     "background": {"type": "boolean", "description": "the same, and the response goes on without its client"},
     "previous_response_id": {"type": "string", "description": "a stored response that `input` continues"},

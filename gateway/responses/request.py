@@ -15,6 +15,7 @@ from engine.errors import InvalidRequest
 from gateway.openai.output_syntax import OutputSyntax
 from gateway.openai.request import check_bool, check_object, check_positive, check_string
 from gateway.openai.request import parse as parse_chat
+from gateway.openai.tools import check_function
 from gateway.openai.unsupported_fields import NAMES as NAMES_OF_CHAT
 from gateway.openai.unsupported_fields import REFUSED as REFUSED_IN_CHATS
 from gateway.openai.unsupported_fields import UNSUPPORTED_IN_BLOCKS, check_parts, refuse, refuse_any, refuse_more
@@ -62,7 +63,10 @@ def exchange_of(
         raise InvalidRequest(text, field="include", value=wire.shown(included), limit=[*INCLUDED])
     chat = {name: body[name] for name in CHAT_FIELDS if name in body} | source
     chat.setdefault("request_id", f"resp_{uuid.uuid4().hex}")
-    refuse_more("metadata", len(check_object("metadata", body.get("metadata", {}))), MAX_METADATA)
+    metadata = check_object("metadata", body.get("metadata", {}))
+    refuse_more("metadata", len(metadata), MAX_METADATA)
+    for index, value in enumerate(metadata.values()):
+        wire.within("metadata", f"[{index}]", check_string, value)
     if "max_output_tokens" in body:
         chat["max_tokens"] = check_positive("max_output_tokens", body["max_output_tokens"])
     if "tool_choice" in body and ("tools" in chat or body["tool_choice"] != "auto"):  # the default, without tools, too
@@ -196,7 +200,7 @@ def _tool(tool: Json, place: str) -> Json:
     if tool.get("type") != "function":
         text = f"`{{field}}{place}` must be of type `function`, it is {{value}}"
         raise InvalidRequest(text, field="tools", value=wire.shown(tool))
-    wire.within("tools", f"{place}.name", check_string, tool.get("name"))
+    check_function(tool, place)
     wire.within("tools", f"{place}.parameters", check_object, tool.get("parameters") or {})
     known = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in known if tool.get(name) is not None}}

@@ -222,6 +222,8 @@ def test_the_tokens_of_an_input_can_be_counted():
         ({"reasoning": {"effort": 5}}, "reasoning"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"metadata": [5]}, "metadata"),
+        ({"metadata": {"a": "b", "c": 5}}, "metadata"),
+        ({"tools": [{"type": "function", "name": "f", "strict": "no"}]}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"temprature": 1}, "temperature"),

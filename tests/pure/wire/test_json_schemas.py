@@ -193,6 +193,8 @@ def test_a_response_format_says_whether_all_keywords_matter(given):
     for strict in ({}, {"strict": True}, {"strict": None}):
         with pytest.raises(InvalidRequest, match='schema` has keywords .*: uniqueItems at [$]; .* `"strict": false`'):
             asked(**strict)
+    with pytest.raises(InvalidRequest, match='strict` must be a boolean, it is "no"'):
+        asked(strict="no")
 
 
 def random_value(vocabulary, matcher, rng):
