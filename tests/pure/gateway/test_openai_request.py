@@ -534,9 +534,10 @@ OF_ANTHROPIC = {"model": "default", "max_tokens": 9, "messages": MESSAGES}
             "output_config",
         ),
         (ANTHROPICS, {**OF_ANTHROPIC, "tools": [{"name": "f", "input_schema": LONE}]}, "tools"),
+        (CHAT, {**A_CHAT, "tools": [{**A_TOOL, "function": {"name": "f", "description": LONE["const"]}}]}, "tools"),
     ],
 )
-def test_a_grammar_that_is_not_valid_unicode_is_refused_by_the_clients_name_of_it(path, body, field):
+def test_a_grammar_or_tool_that_is_not_valid_unicode_is_refused_by_the_clients_name_of_it(path, body, field):
     backend = FakeBackend("a")
     with running(backend, tool_call_parser="hermes") as gateway:
         status, refusal = gateway.refused(path, body)
