@@ -383,6 +383,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25,
         "shared_expert_intermediate_size": 128,
     },
+    "qwen2.5-vl-3b": QWEN2
+    | {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_config": {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 2048,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+    },
     "tiny-vl": QWEN2  # reads images
     | TINY
     | {
