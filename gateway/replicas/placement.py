@@ -23,6 +23,7 @@ NUM_BY_SESSION, NUM_BY_PREFIX = 2, 8  # candidates
 # A request that is forwarded passes a second gateway, which takes processor time for each of its tokens. So the server
 # that was asked computes a prompt itself up to this multiple of the lowest cost, if it has cached as much of it.
 MAX_COST_HERE = 2.0
+ANSWER_TOKENS = 64  # of a prompt that cost as much as an answer adds, so that a few tokens of prompts decide nothing
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ def choose(keys: PromptKeys, replicas: Sequence[R], here: R | None = None) -> R 
     """Return the replica for a prompt, or None if there are none. `here` is the one that was asked, if it is ready.
 
     Candidates are the first replicas by rendezvous hashing of the session and of the prefix, so that every front end
-    has the same ones. The candidate with the lowest (uncached + queued tokens) * (running requests + 1) is chosen, or
-    `here` if it is a candidate that knows as much of the prompt and costs at most MAX_COST_HERE times as much. A prompt
-    that is too short for the prefix cache may go to any replica, and to the first one if they are equal.
+    has the same ones. The candidate with the lowest (uncached + queued + ANSWER_TOKENS) * (running requests + 1) is
+    chosen, or `here` if it is a candidate that knows as much of the prompt and costs at most MAX_COST_HERE times as
+    much. A prompt that is too short for the prefix cache may go to any replica, and to the first one if they are equal.
     """
     candidates: Sequence[R] = replicas
     if keys.chain:
@@ -120,8 +121,8 @@ def choose(keys: PromptKeys, replicas: Sequence[R], here: R | None = None) -> R 
 
 
 def score(keys: PromptKeys, replica: Candidate) -> int:
-    """Return the cost of a prompt on a replica; lower is better."""
-    num_uncached = num_uncached_tokens(keys, replica.known)
+    """Return the cost of a prompt and its answer on a replica; lower is better."""
+    num_uncached = num_uncached_tokens(keys, replica.known) + ANSWER_TOKENS
     return placement_cost(num_uncached, replica.num_queued_tokens, replica.num_running)
 
 

@@ -1,4 +1,4 @@
-"""The replicas of this model: they are found by REPLICAS, and polled twice a second for their state and their load."""
+"""The replicas of this model: they are found by REPLICAS, and polled once a second for their state and their load."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from gateway.triton_client import TritonBackend
 
 log = logging.getLogger(__name__)
 
-POLL_EVERY_S = 0.5
+POLL_EVERY_S = 1.0
 SILENT_S = 2.0  # a replica without an answer for this time is lost
-PROBE_RENEWAL = 0.6  # the model is asked twice or three times a second, however many replicas poll this server
+PROBE_RENEWAL = 0.6  # the model is asked at most three times a second, however many replicas poll this server
 RESOLVE_EVERY_S = 5.0
 FIND_WITHIN_S = 0.5  # a client waits that resumes its answer
 

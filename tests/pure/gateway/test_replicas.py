@@ -108,6 +108,15 @@ def test_a_request_stays_where_it_was_asked_unless_another_replica_knows_more_of
     assert all(choose(each, many, each_best) is each_best for each, each_best in zip(prompts, placed, strict=True))
 
 
+def test_a_few_waiting_tokens_move_no_request_with_a_short_prompt():
+    here, other = Simulated("a"), Simulated("b")
+    here.num_running, other.num_running, here.num_queued_tokens = 5, 4, 20
+    short = prompt_keys({"text": "How are you?"})
+    assert choose(short, [here, other], here) is here
+    here.num_queued_tokens = 200
+    assert choose(short, [here, other], here) is other
+
+
 def test_all_front_ends_have_the_same_candidates_and_a_lost_replica_moves_its_own_requests_only():
     replicas = [Simulated(f"replica {i}") for i in range(30)]
     prompts = [chat(f"System {i % 40} " * 40, f"user {i}") for i in range(200)]
