@@ -123,9 +123,10 @@ def _as_the_ops_want_them(graph: Graph, tensors: dict[str, Tensor]) -> dict[str,
             assert weight
             tensors[names[bias.id]] = tensors[names[bias.id]].to(_dtype(weight))
         if node.op == "moe_route" and (router := node.inputs[1]):
-            weight_16 = tensors[names[router.id]].to(torch.bfloat16)
-            if torch.equal(weight_16.float(), tensors[names[router.id]]):
-                tensors[names[router.id]] = weight_16
+            exact = tensors[names[router.id]]
+            rounded = exact.to(torch.bfloat16)
+            if torch.equal(rounded.float(), exact.float()):
+                tensors[names[router.id]] = rounded
     return tensors
 
 
