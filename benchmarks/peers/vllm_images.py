@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -36,7 +37,7 @@ def add_processor(folder: Path) -> None:
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     names |= {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    images = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
+    images: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
     images |= {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
     images |= {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
@@ -48,8 +49,8 @@ def main(folder: Path, sizes: list[int]) -> None:
 
     add_processor(folder)
     limits = {"max_model_len": LONGEST, "max_num_batched_tokens": LONGEST, "max_num_seqs": 4}
-    images = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "mm_processor_kwargs": {"max_pixels": max(sizes) ** 2}}
-    images |= {"mm_processor_cache_gb": 0, "skip_mm_profiling": True}
+    images: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "mm_processor_cache_gb": 0}
+    images |= {"mm_processor_kwargs": {"max_pixels": max(sizes) ** 2}, "skip_mm_profiling": True}
     llm = LLM(str(folder), load_format="dummy", dtype="bfloat16", enable_prefix_caching=False, **limits, **images)
     rng, sampling = np.random.default_rng(0), SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     for size in sizes:
