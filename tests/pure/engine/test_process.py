@@ -56,21 +56,20 @@ def a_submission(epoch, request_id, max_new_tokens=500):
 
 @pytest.mark.slow
 def test_a_silent_client_loses_its_requests_and_is_notified_if_it_was_only_slow(monkeypatch):
-    with (
-        connected(SlowExecutor(3000, 4, 0.001)) as (server, client),
-        a_raw_client(server.address) as (ask, hear, epoch),
-    ):
-        monkeypatch.setattr(server_module, "SUCCEEDED_TIMEOUT_S", PATIENCE_S)  # that of the client that talks
-        monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", 0.5)
-        ask(*a_submission(epoch, "silent", 10_000))
-        talking = submit(client, [7], 600)
-        while (message := hear())[0] == messages.TOKENS:
-            pass
-        kind, fields = message
-        assert (kind, fields[1:3]) == (messages.REFUSED, ("silent", "engine_unavailable"))
-        monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", PATIENCE_S)  # now of the only client, which talks
-        assert talking.wait() == "length"
-        assert is_empty(client)
+    with connected(SlowExecutor(3000, 4, 0.001)) as (server, client):
+        assert is_empty(client)  # the engine has heard of it first, so that the silent client is its successor
+        with a_raw_client(server.address) as (ask, hear, epoch):
+            monkeypatch.setattr(server_module, "SUCCEEDED_TIMEOUT_S", PATIENCE_S)  # that of the client that talks
+            monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", 0.5)
+            ask(*a_submission(epoch, "silent", 10_000))
+            talking = submit(client, [7], 600)
+            while (message := hear())[0] == messages.TOKENS:
+                pass
+            kind, fields = message
+            assert (kind, fields[1:3]) == (messages.REFUSED, ("silent", "engine_unavailable"))
+            monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", PATIENCE_S)  # now of the only client, which talks
+            assert talking.wait() == "length"
+            assert is_empty(client)
 
 
 def test_requests_of_a_client_that_has_a_successor_leave_their_places_soon(monkeypatch):
