@@ -74,5 +74,5 @@ from engine.wire.stored_response import (
     storing_of,
 )
 from engine.wire.structured_output import StructuredOutput, json_schema, lenient_json_schema
-from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS
+from engine.wire.structured_output_fields import STRUCTURED_OUTPUT_FIELDS, schema_check
 from engine.wire.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, DetokenizeResponse, TokenizeResponse, check_fields

@@ -50,12 +50,12 @@ def response_format(key: str, value: Any) -> StructuredOutput | None:
         return None
     for name in ("schema", "value"):  # as llama.cpp has it; as Hugging Face's client sends a schema
         if kind == "json_object" and value.get(name) is not None:
-            return within(key, f".{name}", _check_of(key, "", value), value[name])
+            return within(key, f".{name}", schema_check(key, "", value), value[name])
     if kind == "json_object":
         return StructuredOutput(key, "json", {"type": "object"})
     if kind == "json_schema":
         schema = within(key, ".json_schema", json_object, value.get("json_schema"))
-        return within(key, ".json_schema.schema", _check_of(key, ".json_schema", schema), schema.get("schema"))
+        return within(key, ".json_schema.schema", schema_check(key, ".json_schema", schema), schema.get("schema"))
     if kind == "structural_tag":
         return structural_tag(key, value)
     kinds = "`text`, `json_object`, `json_schema` or `structural_tag`"
@@ -73,7 +73,7 @@ STRUCTURED_OUTPUT_FIELDS: dict[str, Check] = {
 }
 
 
-def _check_of(key: str, place: str, given: Json) -> Check:
+def schema_check(key: str, place: str, given: Json) -> Check:
     """Return the check of a schema, which `strict` beside it makes lenient. `place` is the path of `given`."""
     if given.get("strict") is None or within(key, f"{place}.strict", boolean, given["strict"]):
         return json_schema

@@ -210,7 +210,7 @@ def _output(body: Json) -> tuple[str, Json]:
         if wire.within(name, place, check_object, output_format).get("type") != "json_schema":
             text = f"`{{field}}{place}` may have the type `json_schema` only, it is {{value}}"
             raise InvalidRequest(text, field=name, value=wire.shown(output_format))
-        check = wire.lenient_json_schema if output_format.get("strict") is False else wire.json_schema
+        check = wire.schema_check(name, place, output_format)
         wire.within(name, f"{place}.schema", check, output_format.get("schema"))
         schema = {"schema": output_format["schema"], "strict": output_format.get("strict")}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}

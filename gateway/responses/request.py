@@ -65,8 +65,9 @@ def exchange_of(
     chat.setdefault("request_id", f"resp_{uuid.uuid4().hex}")
     metadata = check_object("metadata", body.get("metadata", {}))
     refuse_more("metadata", len(metadata), MAX_METADATA)
-    for index, value in enumerate(metadata.values()):
-        wire.within("metadata", f"[{index}]", check_string, value)
+    if not all(isinstance(value, str) for value in metadata.values()):
+        text = "`{field}` may hold text only, it is {value}"
+        raise InvalidRequest(text, field="metadata", value=wire.shown(metadata))
     if "max_output_tokens" in body:
         chat["max_tokens"] = check_positive("max_output_tokens", body["max_output_tokens"])
     if "tool_choice" in body and ("tools" in chat or body["tool_choice"] != "auto"):  # the default, without tools, too

@@ -42,7 +42,7 @@ def load(graph: Graph, params: Mapping[str, np.ndarray | GatheredRows], device: 
 
 def draw(graph: Graph, constants: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Draw random matrices or codes and set norms to one, biases to zero. `constants` keep their values. What is drawn
-    for a parameter depends on its name only. Numbers of float32 are also numbers of bfloat16, as in released models.
+    for a parameter depends on its name only. All numbers of matrices are those of bfloat16, as in released models.
     """
     generator = torch.Generator(device)
     of_fp8 = [value for node in graph.nodes if node.op.endswith("_fp8") for value in node.inputs if value]

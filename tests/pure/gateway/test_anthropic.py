@@ -244,6 +244,12 @@ def test_fields_reach_the_model_as_those_of_a_chat_do():
             "messages[0].content[0].name",
         ),
         ({"logits_processors": ["x"]}, "logits_processors"),
+        ({"tools": [{**WEATHER, "strict": "no"}]}, "tools[0].strict"),
+        ({"tools": [{**WEATHER, "description": 5}]}, "tools[0].description"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {}, "strict": "no"}}},
+            "output_config.format.strict",
+        ),
     ],
 )
 def test_unsupported_fields_are_refused_by_the_name_that_the_client_knows(fields, name):
